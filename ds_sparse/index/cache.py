@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from .contents import Contents, can_tell
+from .lasting import as_it_is
 
 BYTES = 1 << 32
 """Of the tensors that a part keeps; what was used last is kept however large it is."""
@@ -62,6 +63,7 @@ class Made(Generic[Index]):
                 yield held.copy
 
 
+@as_it_is
 def kept(part: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept], most: int = KEPT) -> Kept:
     """What a part has for the key, built when it is first asked for. The part keeps the last that were used, `most` of
     them and `BYTES`; what a graph being captured asks for is kept for good."""
@@ -73,6 +75,7 @@ def kept(part: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept], most
         return _add(part, key, build(), most) if found is None else _use(part, key, found)
 
 
+@as_it_is
 def kept_with(
     part: OrderedDict[Hashable, Made[Index]],
     owners: Sequence[object],

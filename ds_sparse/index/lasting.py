@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
@@ -19,6 +20,7 @@ def lasting(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Decorates what makes something that is kept: outside of inference mode, of FakeTensorMode and of torch.func's
     transforms, as it outlives them. What it is made of is `plain`."""
 
+    @outside_of_graphs
     @wraps(make)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
         refuse_jit_trace()
@@ -37,19 +39,28 @@ def refuse_jit_trace() -> None:
         )
 
 
+def in_a_thread(make: Callable[[], _Made]) -> _Made:
+    """What `make` returns in a thread of its own: free of the caller's modes (fake tensors, export) and, as it outlives
+    the call, of the memory pool that torch.compile's CUDA graphs take theirs from."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+def as_it_is(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Decorates what is in no graph of its own: where a graph of torch.compile has ended around it, it and all that it
+    calls run as they are. Otherwise each function would be compiled alone, with graphs of an index that is built once.
+    """
+    set_code_exec_strategy(run.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return run
+
+
 def outside_of_graphs(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Decorates what torch.compile is not to trace. `torch.compiler.disable` imports all of torch.compile, which takes
-    seconds, so it is asked where that has been imported already."""
-
-    @cache
-    def disabled() -> Callable[_Given, _Made]:
-        return torch.compiler.disable(make)
-
-    @wraps(make)
-    def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-        return (disabled() if "torch._dynamo" in sys.modules else make)(*args, **kwargs)
-
-    return made
+    """Decorates what torch.compile is not to trace: its graph ends there, which with fullgraph=True is an error.
+    `torch.compiler.disable` would import all of torch.compile, which takes seconds."""
+    not_traced: Any = as_it_is(make)
+    not_traced._torchdynamo_disable = True
+    not_traced._torchdynamo_disable_msg = "ds_sparse builds an index outside of graphs; build it before."
+    return make
 
 
 def plain(name: str, x: torch.Tensor) -> torch.Tensor:

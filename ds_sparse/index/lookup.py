@@ -11,12 +11,13 @@ from torch import Tensor
 
 from .block import BlockIndex, check_block
 from .cache import Made, kept, kept_with, refuse_captured, refuse_traced
-from .lasting import lasting, plain
+from .lasting import in_a_thread, lasting, plain
 from .packed import PackedIndex
 from .row_of_documents import index_of_row
 from .token import TokenIndex
 from .token_forms import tensors_in
 from .window import WindowIndex
+from .window_sizes import WindowNumbers
 
 MOST_OF_TENSORS = 1024
 """Layouts, and lists given as tensors, whose indices are kept as long as they live, the last that were used."""
@@ -139,40 +140,25 @@ def _owners(*given: torch.Tensor | BlockIndex | TokenIndex) -> list:
 
 
 def index_of_window(
-    tokens: int,
-    windows: tuple[int, ...],
-    causal: bool,
-    global_tokens: tuple[int, ...],
-    dilations: tuple[int, ...],
-    device: torch.device,
-    cu_seqlens: torch.Tensor | None = None,
+    tokens: int, numbers: WindowNumbers, device: torch.device, cu_seqlens: torch.Tensor | None = None
 ) -> WindowIndex:
-    """The index of arguments that have been seen before, or a new one. `refuse_traced_window` has been called.
+    """The index of arguments that have been seen before, or a new one.
 
     Raises:
-        RuntimeError: it would have to be built in the capture of a CUDA graph.
+        RuntimeError: under torch.compile; where it would have to be built in the capture of a CUDA graph.
     """
+    what, instead = "The index of a window cannot be built", "pass WindowIndex.build(tokens, window_size, ...)"
+    instead += " as window_size"
+    refuse_traced(what, f"{instead}, on the device of query.")
 
     def build() -> WindowIndex:
-        what, instead = _NO_WINDOW
         refuse_captured(what, device, f"{instead}, or call once before the capture.")
-        return WindowIndex.build(
-            tokens, windows, causal, global_tokens, dilations, device=device, cu_seqlens=cu_seqlens
-        )
+        return in_a_thread(lambda: WindowIndex.build(tokens, *numbers, device=device, cu_seqlens=cu_seqlens))
 
-    key = (tokens, windows, causal, global_tokens, dilations, device)
+    key = (tokens, numbers, device)
     if cu_seqlens is not None:
         return kept_with(_of_rows, _owners(cu_seqlens), key, build, MOST_OF_TENSORS)
     return kept(_of_windows, key, build, MOST_WINDOWS)
-
-
-def refuse_traced_window() -> None:
-    """Raises RuntimeError under torch.compile, before the numbers of a window are read."""
-    what, instead = _NO_WINDOW
-    refuse_traced(what, f"{instead}, on the device of query.")
-
-
-_NO_WINDOW = "The index of a window cannot be built", "pass WindowIndex.build(tokens, window_size, ...) as window_size"
 
 
 def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: int, keys: int) -> TokenIndex:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from base64 import b85decode, b85encode
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
 from zlib import compress, decompress
@@ -15,6 +14,7 @@ import torch
 from ..layout import crop, pack_bits, unpack_bits
 from .block import BlockIndex
 from .cache import kept, refuse_captured, refuse_traced
+from .lasting import in_a_thread
 
 
 class MasterLayout:
@@ -89,10 +89,7 @@ class MasterLayout:
             index = BlockIndex.build(part if device.type == "meta" else part.to(device), self.block)
             return (index.causal() if causal else index).to(device)
 
-        # A thread of its own is free of the caller's modes (fake tensors, export) and, as the index outlives the
-        # call, of the memory pool that torch.compile's CUDA graphs take theirs from.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(build).result()
+        return in_a_thread(build)
 
     def _held(self) -> Iterator[torch.Tensor]:
         yield self.layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,39 @@ from .lasting import plain
 
 Numbers = int | Sequence[int] | torch.Tensor
 """One integer or several; a tensor of them is read, which waits for its device."""
+
+
+class WindowNumbers(NamedTuple):
+    """What a window is, for any number of tokens; a compiled graph holds it in the place of a `WindowIndex`.
+
+    Attributes:
+        windows, dilations: one number, or one a head.
+        causal, global_tokens: as in `window_attention`; global tokens ascend.
+    """
+
+    windows: tuple[int, ...]
+    causal: bool
+    global_tokens: tuple[int, ...]
+    dilations: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, windows: Sequence[int], causal: bool, global_tokens: Sequence[int], dilations: Sequence[int]
+    ) -> WindowNumbers:
+        """Those of the lists that operators are given."""
+        return cls(tuple(windows), causal, tuple(global_tokens), tuple(dilations))
+
+    @property
+    def layout_heads(self) -> int:
+        """Heads whose windows differ; 1 where all are alike."""
+        alike = all(number == numbers[0] for numbers in (self.windows, self.dilations) for number in numbers)
+        return 1 if alike else max(len(self.windows), len(self.dilations))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether kernels see tokens in the order of the sequence, whatever their number."""
+        first = all(token == place for place, token in enumerate(self.global_tokens))
+        return first and all(dilation == 1 for dilation in self.dilations)
 
 
 def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:

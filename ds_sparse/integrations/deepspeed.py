@@ -36,7 +36,7 @@ from ..notices import say_notices
 from ..ranks import is_launched, say
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
-from .deepspeed_sequence import parallelize, refuse, sequence_parallel_size
+from .deepspeed_sequence import autosp, parallelize, refuse, sequence_parallel_size
 from .flag import FLAG, is_on
 from .pretrained import innermost_pretrained_models, pretrained_model_around
 
@@ -254,6 +254,9 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
     sparse, dense = attention_layers(model)
     on = is_on(args, launcher_decides=launcher_decides)
     refuse(size, arguments, on)
+    wrong = autosp(deepspeed_config) if on or sparse else None
+    if wrong is not None:
+        raise SparseAttentionConfigError([f"{name_of(sources[0])}: {wrong}"])
     if on:
         _check_block(block, sources[0])
         _check_layers(model, sparse, dense, block or {}, sources[0])

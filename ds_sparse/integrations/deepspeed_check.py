@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from ..wording import cut, did_you_mean, hint_of_text, printable, show, show_key
 from .deepspeed_made import MADE, refused_when_made
 from .deepspeed_reading import LONGEST, Asked, import_deepspeed, in_words, read
-from .deepspeed_sequence import BATCH, DATA_KEY, KEY, wrong_size
+from .deepspeed_sequence import BATCH, DATA_KEY, KEY, autosp, wrong_size
 
 AUTO = "auto"
 """What Transformers' Trainer and accelerate fill in before DeepSpeed reads it."""
@@ -61,7 +61,7 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
     notices += _fit_to_one_rank(filled, 1 if wrong else size)
     alone, passed = _refused_alone(filled)
     mistakes += alone
-    mistakes += [wrong] if wrong else []
+    mistakes += [sentence for sentence in (wrong, autosp(filled)) if sentence is not None]
     mistakes += _refused_together(passed, filled)
     mistakes += _numbers_in_quotes(passed)
     refused = refused_when_made(passed, auto)

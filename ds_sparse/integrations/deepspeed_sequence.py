@@ -39,6 +39,18 @@ def sequence_parallel_size(config: Mapping[str, Any], source: str) -> int:
     return size
 
 
+def autosp(config: Mapping[str, Any]) -> str | None:
+    """The sentence about DeepSpeed's AutoSP, if the configuration asks for it."""
+    compiling = config.get("compile")
+    if not isinstance(compiling, Mapping) or "autosp" not in (compiling.get("passes") or ()):
+        return None
+    return (
+        'compile.passes: got "autosp", DeepSpeed\'s AutoSP, which cuts sequences and exchanges heads around '
+        "scaled_dot_product_attention alone, so that sparse layers would see the tokens of their rank; leave it out, "
+        f'and set "{KEY}" to the number of ranks that hold a sequence.'
+    )
+
+
 def refuse(size: int, arguments: Mapping[str, Any], is_sparse: bool) -> None:
     """Raises ValueError where a program cannot be sequence parallel, whatever its model is."""
     mpu = arguments.get("mpu")

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
+from ..index.lasting import as_it_is
+
 
 class Function(torch.autograd.Function):
     """An autograd function in the form that `torch.func.grad`, `vjp`, `vmap` and `jacrev` take: it has `setup_context`,
@@ -19,6 +21,7 @@ class Function(torch.autograd.Function):
     generate_vmap_rule = True
 
     @classmethod
+    @as_it_is
     def apply(cls, *args):
         if torch._C._are_functorch_transforms_active():
             return super(Function, _without_forward_mode(cls)).apply(*args)

@@ -15,8 +15,10 @@ from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .._ops import ops
+from ..index.lookup import index_of_window
 from ..index.master_layout import MasterLayout
 from ..index.packing import MAX_LINES, owner_bit
+from ..index.window_sizes import WindowNumbers
 
 FORWARD, BACKWARD, BIAS_BACKWARD = 4, 10, 4
 """Operations of attention for each live score and number of a head."""
@@ -73,6 +75,16 @@ def _of_structured_attention(each: int) -> Callable[[dict], int]:
         layout = MasterLayout.read(given["layout"])
         index = layout.index(given["query"].shape[2], layout.device, given["causal"])
         return attention_flops(given["query"], index.live_blocks, index.layout_heads, index.block, each)
+
+    return formula
+
+
+def _of_window(each: int) -> Callable[[dict], int]:
+    def formula(given: dict) -> int:
+        query = given["query"]
+        numbers = WindowNumbers.of(*(given[name] for name in WindowNumbers._fields))
+        index = index_of_window(query.shape[2], numbers, query.device).blocks
+        return attention_flops(query, index.live_blocks, index.layout_heads, index.block, each)
 
     return formula
 
@@ -137,6 +149,8 @@ _FORMULAS = {
     "layout_distance_bias_backward": _of_structured_attention(BIAS_BACKWARD),
     "window_attention_forward": _of_attention(FORWARD),
     "window_attention_backward": _of_attention(BACKWARD),
+    "window_numbers_forward": _of_window(FORWARD),
+    "window_numbers_backward": _of_window(BACKWARD),
     "packed_attention_forward": _of_attention(FORWARD),
     "packed_attention_backward": _of_attention(BACKWARD),
     "token_attention_forward": _of_pairs(1, 1),

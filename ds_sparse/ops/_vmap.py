@@ -14,6 +14,7 @@ from .attention_operators import LAYOUT_OPERATORS
 from .distance_operators import DISTANCE_OPERATORS
 from .operands import readable
 from .window import band_implementation
+from .window_operators import NUMBERS_OPERATORS
 
 BIASES = frozenset({"rpe", "key_bias", "attn_mask", "key_padding_mask"})
 """Operands with a batch in dimension 0, or 1 for all of it."""
@@ -34,7 +35,7 @@ CONTIGUOUS = frozenset({"key_bias", "rows", "grad_lse", "values", "scores", "gra
 
 def register_rules() -> None:
     """Registers the rules of all operators."""
-    for operator in (*OPERATORS, *HOPPER_OPERATORS, *LAYOUT_OPERATORS):
+    for operator in (*OPERATORS, *HOPPER_OPERATORS, *LAYOUT_OPERATORS, *NUMBERS_OPERATORS):
         torch.library.register_vmap(add_op_namespace_prefix(operator), _rule(operator))
     for operator in DISTANCE_OPERATORS:
         torch.library.register_vmap(add_op_namespace_prefix(operator), _rule_of_distances(operator))

@@ -13,7 +13,6 @@ from ._autograd import Function, differentiable_once
 from .attention_operators import implementation_for
 from .operands import empty_as, lists_of_tiles, readable, wide_dtype
 
-
 LEAST_SCALE = 1e-6
 """The kernels scale differences of scores in the exponent, which a factor that is not well above 0 does not allow."""
 

@@ -6,24 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
 from ..dispatch import forced_implementation
 from ..index import WindowIndex
-from ..index.lookup import index_of_window, refuse_traced_window
-from ..index.window_sizes import Numbers, global_numbers, of_heads
+from ..index.lookup import index_of_window
+from ..index.window_sizes import Numbers, WindowNumbers, global_numbers, of_heads
 from ..wording import listed
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
-from .attention_operators import implementation_for
 from .operands import (
     broadcasts,
     check_attention_operands,
     check_bias,
     distinct_when_traced,
-    empty_as,
     factor_of,
     key_bias_of,
-    lists_of_tiles,
     of_flash,
     readable,
     wide_dtype,
@@ -31,6 +27,7 @@ from .operands import (
 from .packed_operands import check_row, is_row, known_twice, packed_operands
 from .query_offset import Options, check_window_offset, window_at
 from .sinks import check_sinks, grad_of_sinks, with_sinks
+from .window_operators import order_of, window_attention_backward, window_attention_forward
 
 
 def window_attention(
@@ -62,8 +59,8 @@ def window_attention(
         query: (B, H, T, D), fp16, bf16 or fp32, on the CPU also fp64; D up to 256. Any strides.
         key, value: (B, Hkv, T, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
         window_size: tokens on each side, 0 or more; or one number a head, H integers. Or a `WindowIndex`, on query's
-            device, which has causal, global_tokens and dilation in it: torch.compile wants that. What is built of
-            numbers is kept for the next call with the same; a tensor is read at each call, which waits for its device.
+            device, which has causal, global_tokens and dilation in it, as CUDA graphs want. What is built of numbers is
+            kept for the next call with the same; a tensor is read at each call, which waits for its device.
         causal: tokens see none after them; nor do global ones.
         key_padding_mask: (B or 1, T); bool keeps where True, float is added.
         global_tokens: numbers of tokens that see all tokens and are seen by all, in all sequences and heads.
@@ -85,8 +82,8 @@ def window_attention(
         TypeError: operands that are no tensors; a window_size, global_tokens or dilation that holds other than
             integers; a scale that is no number.
         ValueError: shapes, dtypes, devices or numbers that do not fit; a mask that requires a gradient.
-        RuntimeError: a device without the kernel; numbers in place of their index under torch.compile, or at their
-            first use in the capture of a CUDA graph.
+        RuntimeError: a device without the kernel; numbers in place of their index at their first use in the capture of
+            a CUDA graph, or with cu_seqlens under torch.compile.
 
     Examples:
         >>> import torch
@@ -137,19 +134,20 @@ def window_attention(
     key_bias = None
     if key_padding_mask is not None:
         key_bias = key_bias_of(key_padding_mask, wide_dtype(query.dtype), tokens, query.is_cuda)[:, None]
-    if index.order is not None:
-        if len(index.order) > 1 and key.shape[1] < heads:
+    order, inverse = order_of(index, tokens, query.device)
+    if order is not None:
+        if len(order) > 1 and key.shape[1] < heads:
             key, value = (x.repeat_interleave(heads // key.shape[1], 1) for x in (key, value))
-        query, key, value = (_Ordered.apply(x, index.order, index.inverse) for x in (query, key, value))
+        query, key, value = (_Ordered.apply(x, order, inverse) for x in (query, key, value))
         if key_bias is not None:
-            key_bias = _ordered(key_bias.expand(-1, len(index.order), -1).unsqueeze(3), index.order).squeeze(3)
+            key_bias = _ordered(key_bias.expand(-1, len(order), -1).unsqueeze(3), order).squeeze(3)
     query, key, value = distinct_when_traced(query, key, value)
     output, _ = _WindowAttention.apply(
         readable(query), readable(key), readable(value), sinks,
         None if key_bias is None else key_bias.unsqueeze(2), index, scale,
     )  # fmt: skip
     output = output[..., :head_dim] if head_dim % 8 else output
-    return output if index.order is None else _Ordered.apply(output, index.inverse, index.order)
+    return output if order is None else _Ordered.apply(output, inverse, order)
 
 
 def _plain_windows(
@@ -176,14 +174,16 @@ def _index(
     dilation: Numbers,
     cu_seqlens: torch.Tensor | None,
     query: torch.Tensor,
-) -> WindowIndex:
-    """The index that is given, or that of the numbers, after a check that it fits the query."""
+) -> WindowIndex | WindowNumbers:
+    """The index that is given, or that of the numbers, after a check that it fits the query. Numbers stay such while a
+    graph is traced."""
     _, heads, tokens, _ = query.shape
     if not isinstance(given, WindowIndex):
-        refuse_traced_window()
         windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
-        numbers = windows, bool(causal), global_numbers(global_tokens, tokens), dilations
-        return index_of_window(tokens, *numbers, _device_of(query), cu_seqlens).ready()
+        numbers = WindowNumbers(windows, bool(causal), global_numbers(global_tokens, tokens), dilations)
+        if torch.compiler.is_compiling() and cu_seqlens is None:
+            return numbers
+        return index_of_window(tokens, numbers, _device_of(query), cu_seqlens).ready()
     besides = {
         "causal": causal,
         "global_tokens": global_tokens is not None,
@@ -243,14 +243,8 @@ class _Ordered(Function):
 
 class _WindowAttention(Function):
     @staticmethod
-    def forward(query, key, value, sinks, key_bias, index: WindowIndex, scale: float):
-        blocks = index.blocks
-        chosen = implementation_for(blocks, query)
-        tile = chosen.tile(blocks.block)
-        output, _, rows = ops.window_attention_forward(
-            query, key, value, key_bias, index.limits, index.places, *lists_of_tiles(blocks.tiles("rows", tile)),
-            blocks.layout_heads, blocks.block, tile, index.num_global, scale, index.causal, chosen.name,
-        )  # fmt: skip
+    def forward(query, key, value, sinks, key_bias, index: WindowIndex | WindowNumbers, scale: float):
+        output, _, rows = window_attention_forward(index, query, key, value, key_bias, scale)
         if sinks is not None:
             output, _, rows = with_sinks(output, rows, sinks)
         return output, rows
@@ -269,32 +263,8 @@ class _WindowAttention(Function):
     def backward(ctx, grad_output: torch.Tensor | None, _):
         query, key, value, output, rows, sinks, key_bias = ctx.saved_tensors
         grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
-        index, blocks = ctx.index, ctx.index.blocks
-        chosen = implementation_for(blocks, query, ctx.forced)
-        tile = chosen.tile(blocks.block)
-        grads = ops.window_attention_backward(
-            grad_output, query, key, value, output, rows, key_bias, index.limits, index.places,
-            *lists_of_tiles(blocks.tiles("rows", tile)), *lists_of_tiles(blocks.tiles("columns", tile)),
-            blocks.layout_heads, blocks.block, tile, index.num_global, ctx.scale, index.causal,
-            torch.are_deterministic_algorithms_enabled(), chosen.name,
-        )  # fmt: skip
+        saved = (grad_output, query, key, value, output, rows, key_bias)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        grads = window_attention_backward(ctx.index, *saved, ctx.scale, deterministic, forced=ctx.forced)
         grad_sinks = grad_of_sinks(grad_output, None, output, rows, sinks) if ctx.needs_input_grad[3] else None
         return *grads, grad_sinks, None, None, None
-
-
-@torch.library.register_fake(add_op_namespace_prefix("window_attention_forward"))
-def _(
-    query, key, value, key_bias, limits, places, row_lines, row_entries, row_units, row_cuts,
-    layout_heads, block, tile, num_global, scale, causal, implementation,
-):  # fmt: skip
-    shape, wide = query.shape[:3], wide_dtype(query.dtype)
-    return empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("window_attention_backward"))
-def _(
-    grad_output, query, key, value, output, rows, key_bias, limits, places, row_lines, row_entries, row_units, row_cuts,
-    column_lines, column_entries, column_units, column_cuts, layout_heads, block, tile, num_global, scale, causal,
-    deterministic, implementation,
-):  # fmt: skip
-    return empty_as(query), empty_as(key), empty_as(value)

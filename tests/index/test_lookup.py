@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from ds_sparse import TokenIndex, block_sparse_attention, sparse_attn, sparse_ma
 from ds_sparse.index import cache, lookup
 from ds_sparse.index.lookup import copy_of, index_of_layout, index_of_lists, index_of_window, packed_pairs_of
 from ds_sparse.index.packed_pairs import mask_of_documents
+from ds_sparse.index.window_sizes import WindowNumbers
 
 VALUES, ENDS = [0, 4, 1, 2], [1, 1, 3, 4]
 
@@ -200,12 +202,24 @@ def test_pairs_of_documents_are_kept_for_each_index_and_document_layout():
     assert packed_pairs_of(other, EDGES, "own").num_pairs == 4 and own.num_pairs == 5
 
 
+@pytest.mark.parametrize("kind", [kind for kind in PARTS if kind != "window"])
+def test_a_graph_of_torch_compile_ends_where_an_index_has_to_be_built(kind: str):
+    torch._dynamo.reset()
+    _, call = PARTS[kind][0]()
+    expected = call()
+    with pytest.raises(Exception, match="under torch.compile; "):
+        torch.compile(call, backend="eager", fullgraph=True)()
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        compiled = torch.compile(call, backend="eager")
+        assert torch.equal(compiled(), expected) and torch.equal(compiled(), expected)
+
+
 def test_nothing_is_built_in_a_trace_or_a_capture(captures: mock.Mock):
     layout, gpu = torch.ones(2, 2, dtype=torch.bool), torch.device("cuda")
     with pytest.raises(RuntimeError, match="captured; pass BlockIndex.build.*or call once before the capture"):
         index_of_layout(layout, 16, gpu)
     with pytest.raises(RuntimeError, match="captured; pass WindowIndex.build.*or call once before the capture"):
-        index_of_window(64, (3,), False, (), (1,), gpu)
+        index_of_window(64, WindowNumbers((3,), False, (), (1,)), gpu)
     pairs = mock.Mock(spec=torch.Tensor, device=gpu, _version=0, is_cpu=False)
     pairs.is_inference.return_value = False
     with pytest.raises(RuntimeError, match="captured; build a TokenIndex before.*or call once before the capture"):

@@ -82,6 +82,55 @@ def test_a_model_loaded_by_name_is_one_graph_before_it_has_run(loaded_by_name):
     torch.testing.assert_close(compiled(**batch(64, padded=False)).logits, expected)
 
 
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DECODER = SIZES | {"num_key_value_heads": 2, "sliding_window": 24, "use_cache": False}
+OF_BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("ModernBertForMaskedLM", SIZES | {"global_attn_every_n_layers": 2, "local_attention": 24}),
+        ("MistralForCausalLM", DECODER),
+        ("Gemma3ForCausalLM", DECODER | OF_BOTH_KINDS | {"head_dim": 16}),
+        ("Olmo3ForCausalLM", DECODER | OF_BOTH_KINDS),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_with_windows_of_its_own_is_one_graph(name: str, config: dict, padded: bool):
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, name).config_class(**config))
+    ds_sparse.sparsify(model, BLOCK)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for tokens in (50, 64):
+        assert_same_step(compiled, model, eager, **batch(tokens, padded=padded))
+
+
+@pytest.mark.parametrize("name", ["GPTNeoX", "Llama"])
+def test_a_decoder_without_cache_and_mask_is_one_graph(name: str):
+    sizes = {key: size for key, size in DECODER.items() if key not in ("sliding_window", "num_key_value_heads")}
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    ds_sparse.sparsify(model, BLOCK)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for tokens in (50, 64):
+        assert_same_step(compiled, model, eager, **batch(tokens, padded=False))
+    ids = batch(64)["input_ids"]
+    torch.testing.assert_close(compiled(ids, None).logits, eager(ids, None).logits)
+
+
 @functorch_config.patch(graphsafe_rng_functionalization=False)  # else a GPU's numbers are of generators of the graph
 def test_checkpointing_replays_dropout_in_a_compiled_model(device: str):
     model = made_sparse(attention_probs_dropout_prob=0.3, use_cache=False).to(device)

@@ -66,6 +66,14 @@ class DenseLayer(torch.nn.Module):
         return (torch.softmax(self.query(x) @ self.key(x).mT, -1) @ self.value(x)).square().mean()
 
 
+@pytest.mark.parametrize(("flag", "structure"), [(True, None), (False, ds_sparse.FixedSparsityConfig(num_heads=4))])
+def test_autosp_is_refused_where_layers_are_or_become_sparse(flag: bool, structure):
+    config = BASE | {"compile": {"deepcompile": True, "passes": ["autosp"]}, "sparse_attention": BLOCK}
+    args = argparse.Namespace(deepspeed_sparse_attention=flag)
+    with pytest.raises(ds_sparse.SparseAttentionConfigError, match="AutoSP.*sequence_parallel_size"):
+        ds_sparse.initialize(args, Layer(structure), config=config)
+
+
 def test_the_parser_has_deepspeeds_options_and_the_flag():
     parser = ds_sparse.add_config_arguments(argparse.ArgumentParser())
     assert parser.parse_args([]).deepspeed_sparse_attention is False

@@ -64,6 +64,11 @@ def test_a_right_configuration_is_taken_without_a_word():
         (BATCH | {"optimizer": {"type": 3}}, 'optimizer: got {"type": 3}; DeepSpeed says: AttributeError: ', ""),
         (BATCH | {"optimizer": {"type": "AdmW"}}, 'optimizer.type: got "AdmW"; ', 'Did you mean "AdamW"?'),
         (BATCH | {"scheduler": {"type": "WarmupLr"}}, 'scheduler.type: got "WarmupLr"; ', 'Did you mean "WarmupLR"?'),
+        (
+            BATCH | {"compile": {"deepcompile": True, "passes": ["autosp"]}, "sequence_parallel_size": 2},
+            'compile.passes: got "autosp", DeepSpeed\'s AutoSP, which cuts sequences',
+            'set "sequence_parallel_size" to the number of ranks that hold a sequence.',
+        ),
         (BATCH | {"amp": {}}, "amp: got {}; DeepSpeed refuses it: NVIDIA Apex AMP", ""),
         (
             BATCH | {"fp16": {"enabled": True}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},

@@ -99,6 +99,17 @@ def test_what_compiled_graphs_hold_counts_the_same(device: str, causal: bool, li
     assert counter.get_total_flops() == 10 * 24 * 2 * live * 256
 
 
+def test_windows_in_compiled_graphs_count_the_same(device: str):
+    given = tensors(device, *[(2, 3, 40, 8)] * 3)
+    numbers = ([3], False, [], [1])
+    with FlopCounterMode(display=False) as forward:
+        output, _, rows = torch.ops.ds_sparse.window_numbers_forward(*given, None, 0.2, *numbers)
+    with FlopCounterMode(display=False) as backward:
+        torch.ops.ds_sparse.window_numbers_backward(output, *given, output, rows, None, 0.2, True, *numbers)
+    found = forward.get_total_flops(), backward.get_total_flops()
+    assert found == counted(lambda *x: window_attention(*x, 3), *given)
+
+
 def test_products_count_their_live_blocks(device: str):
     layout = PER_HEAD.to(device)
     q, values = tensors(device, (3, 2, 48, 20), (3, 9, 16, 16))

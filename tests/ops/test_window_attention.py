@@ -27,6 +27,7 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -383,11 +384,29 @@ def test_compiles_into_one_graph(device: str, backend: str, options: dict):
     torch.testing.assert_close(found, wanted)
 
 
-def test_compiling_with_numbers_is_refused():
-    inputs = [x.float() for x in make_case().inputs(torch.float64)]
-    compiled = torch.compile(lambda *x: window_attention(*x, 5), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="pass WindowIndex.build"):
-        compiled(*inputs)
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"global_tokens": [9, 3]}, {"dilation": [1, 2, 3, 1]}, {"dilation": 2, "global_tokens": [0]}],
+    ids=str,
+)
+@pytest.mark.parametrize("windows", [5, [5, 0, 9, 3]], ids=str)
+def test_numbers_compile_into_two_graphs_for_all_lengths(device: str, windows, options: dict):
+    torch._dynamo.reset()
+    counters.clear()
+
+    def run(query, key, value, keep):
+        return window_attention(query * 2, key, value, windows, key_padding_mask=keep, **options) * 2
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for tokens in (40, 64, 21):
+        shapes = [(2, heads, tokens, 20) for heads in (4, 2, 2)]
+        inputs = [leaf(random(seeded(), *shape, dtype=torch.float32), device) for shape in shapes]
+        keep = (torch.rand(2, tokens, generator=seeded()) < 0.8).to(device)
+        results, expected = compiled(*inputs, keep), run(*inputs, keep)
+        torch.testing.assert_close(results, expected)
+        found, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (results, expected))
+        torch.testing.assert_close(found, wanted)
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_autocast(device: str):

@@ -12,7 +12,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..pretrained import NAME, pretrained_model_around
 from .mask_windows import hides_nothing
-from .row_documents import FOR_FLASH_ATTENTION, documents_of, has_cumulative, ids_of, positions_of, rows_and_tokens
+from .row_documents import (
+    FOR_FLASH_ATTENTION,
+    documents_of,
+    has_cache,
+    has_cumulative,
+    ids_of,
+    positions_of,
+    rows_and_tokens,
+)
 from .sequence import TOLD as IN_PARTS
 from .sequence import Part
 
@@ -53,7 +61,10 @@ def _tell(model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tu
     parameters = inspect.signature(model.forward).parameters
     given = {**dict(zip(parameters, arguments, strict=False)), **named}
     if not has_cumulative(given) and not _may_tell(given):
-        return None
+        if not torch.compiler.is_compiling() or given.get("position_ids") is not None or has_cache(given):
+            return None
+        # Transformers cannot look at values in a trace, and would take the positions that the model makes for packed.
+        return _with(_no_mask(parameters, given), parameters, arguments, named)
     return _told(model, parameters, arguments, named, given)
 
 
@@ -95,6 +106,13 @@ def _told(
             changes["position_ids"] = positions_of(model, given, cu_seqlens)
         if "use_cache" in parameters:
             changes["use_cache"] = False
+    return _with(changes, parameters, arguments, named)
+
+
+def _with(
+    changes: dict[str, Any], parameters: Mapping[str, inspect.Parameter], arguments: tuple, named: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with changes by name."""
     in_order = [changes.pop(name, value) for name, value in zip(parameters, arguments, strict=False)]
     return (*in_order, *arguments[len(in_order) :]), {**named, **changes}
 

@@ -104,7 +104,7 @@ def _say_that_a_mask_makes_one_row(
     row in Transformers, too."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[-1] != positions.shape[-1]:
         return
-    if _has_cache(given) or (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if has_cache(given) or (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     kept = mask.to(positions.device).bool()
     if bool(((positions.diff(dim=-1) <= 0) & kept[:, 1:] & kept[:, :-1]).any()):
@@ -143,7 +143,7 @@ def _refuse_beside_documents(model: nn.Module, given: Mapping[str, Any]) -> None
             "documents have no padding, and cu_seq_lens_q says which tokens see each other. Where a model around it "
             "makes the mask, as one of pictures and texts, train the model of texts alone."
         )
-    if _has_cache(given) or given.get("use_cache"):
+    if has_cache(given) or given.get("use_cache"):
         raise ValueError(
             f"{name} is given packed documents (position_ids that start again, or cu_seq_lens_q) and a cache, which "
             "would go on after the last document alone, with the keys of all. Pass use_cache=False; to generate, give "
@@ -151,7 +151,8 @@ def _refuse_beside_documents(model: nn.Module, given: Mapping[str, Any]) -> None
         )
 
 
-def _has_cache(given: Mapping[str, Any]) -> bool:
+def has_cache(given: Mapping[str, Any]) -> bool:
+    """Whether a model is given cached keys."""
     return any(given.get(name) is not None for name in _CACHES)
 
 
