@@ -124,8 +124,8 @@ def attention(draw: Draw, skew: float, at_offset: bool = False) -> Case:
         kept_of_blocks = dropout_keep(seed, offset, batch, heads, rows * block, keys, dropout_p).flip(2)
         return kept_of_blocks[:, :, :tokens].double() / (1 - share)
 
-    blocks = torch.stack([seen_tokens(layout, block, tokens, keys, at) for at in offsets])
-    seen = blocks & torch.stack([reference.before(tokens, keys, at)[None] for at in offsets]) if causal else blocks
+    seen = torch.stack([seen_tokens(layout, block, tokens, keys, at) for at in offsets])
+    seen = seen & torch.stack([reference.before(tokens, keys, at)[None] for at in offsets]) if causal else seen
     biases = {name: as_bias for name in ("rpe", "attn_mask") if name in tensors}
     if "key_padding_mask" in tensors:
         biases["key_padding_mask"] = over_keys
@@ -133,7 +133,7 @@ def attention(draw: Draw, skew: float, at_offset: bool = False) -> Case:
         biases["distance_bias"] = lambda bias: torch.cat([by_distance(bias, tokens, keys, at) for at in offsets])
     meaning = Attention(
         ("query", "key", "value"), seen, factor, biases, keep, with_lse=with_lse, bias_dtype=bias_dtype,
-        blocks=blocks, in_parts=at_offset and causal and tokens > 16,
+        in_parts=at_offset and causal and tokens > 16,
     )  # fmt: skip
     wanted = ("query", "key", "value", *(name for name in ("rpe", "distance_bias") if name in tensors))
     name = "attention at an offset" if at_offset else "block_sparse_attention"
@@ -186,10 +186,10 @@ def packed(draw: Draw, skew: float) -> Case:
         return {name: unfolded(x) for name, x in results.items()}
 
     as_one = seen_tokens(layout, block, tokens, tokens)
-    blocks = documents.of_row(as_one, False)
-    seen = documents.of_row(as_one & reference.before(tokens, tokens), False) if causal else blocks
+    as_one = as_one & reference.before(tokens, tokens) if causal else as_one
+    seen = documents.of_row(as_one, False)
     names = ("query", "key", "value")
-    meaning = Attention(names, seen, factor, with_lse=with_lse, blocks=blocks)
+    meaning = Attention(names, seen, factor, with_lse=with_lse)
     return Case("packed attention", dtype, tensors, names, call, meaning, draw.grads(), draw.words)
 
 

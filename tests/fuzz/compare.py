@@ -72,7 +72,7 @@ def _check(case: Case, device: str) -> Outcome:
         return Outcome(faults, float("inf"), "")
     exact = {name: x.detach() for name, x in (expected | gradients(expected, exact_leaves, case.wanted, clean)).items()}
     errors = case.meaning.errors(exact_leaves, clean, exact, units_of(case.dtype, device, case.composed))
-    ratio, of, anything = 0.0, "", spoilt(case, device)
+    ratio, of, anything = 0.0, "", spoilt(case)
     for name in exact:
         x = found[name].detach().cpu()
         if name in anything:

@@ -58,7 +58,6 @@ class Attention:
         bias_dtype: in which gradients of biases are stored.
         shares: whether key and value are repeated for the query heads of a group, whose gradients are then rounded one
             by one before they are added up.
-        blocks: of `seen`, what the layout's blocks leave, where there are blocks.
         in_parts: whether rows may be made of two parts, which are stored before they are added up.
     """
 
@@ -71,7 +70,6 @@ class Attention:
     with_lse: bool = False
     bias_dtype: torch.dtype = torch.float64
     shares: bool = False
-    blocks: Tensor | None = None
     in_parts: bool = False
 
     def _operands(self, given: Tensors) -> list[Tensor]:

@@ -24,14 +24,17 @@ def planted(draw: Draw, case: Case) -> Case:
     meaning = case.meaning
     if case.operation not in CONTAINS or draw.maybe(0.7) or any(0 in x.shape for x in case.tensors.values()):
         return case
-    live = seen(case, draw.device)
-    if live is None:
-        return case
+    live = seen(case)
     query, key, value = meaning.operands
     by_heads = live.unflatten(1, (case.tensors[key].shape[1], -1))
-    kinds = {"key": (key,), "value": (value,), "both": (key, value), "unseen": (key, value)}
-    if draw.device == "cpu":
-        kinds |= {"query": (query,), "gradient": ("output",)}
+    kinds = {
+        "key": (key,),
+        "value": (value,),
+        "both": (key, value),
+        "unseen": (key, value),
+        "query": (query,),
+        "gradient": ("output",),
+    }
     kind = draw.pick("not finite", tuple(kinds))
     if kind == "unseen":
         tokens = ~by_heads.any(3).any(2)
@@ -53,29 +56,18 @@ def is_repeated(x: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape))
 
 
-def seen(case: Case, device: str) -> Tensor | None:
-    """bool (B, H, T, S): the pairs by which such numbers may get on. On CUDA not masks, but dead blocks and bool key
-    padding stop them; None where nothing does."""
+def seen(case: Case) -> Tensor:
+    """bool (B, H, T, S): the pairs by which such numbers may get on."""
     meaning = case.meaning
     assert isinstance(meaning, Attention)
-    given = {name: x if x.dtype == torch.bool else x.detach().double() for name, x in case.tensors.items()}
-    live = meaning.live(given)
-    if device == "cpu":
-        return live
-    if meaning.blocks is None:
-        return None
-    padding = case.tensors.get("key_padding_mask")
-    blocks = (
-        meaning.blocks if padding is None or padding.dtype != torch.bool else meaning.blocks & padding[:, None, None]
-    )
-    return blocks.expand(live.shape)
+    return meaning.live({name: x if x.dtype == torch.bool else x.detach().double() for name, x in case.tensors.items()})
 
 
-def spoilt(case: Case, device: str) -> Tensors:
+def spoilt(case: Case) -> Tensors:
     """By the name of a result, those of its rows that may be anything, bool, which broadcasts to it."""
     if not case.planted:
         return {}
-    live, (query, key, value) = seen(case, device), case.meaning.operands
+    live, (query, key, value) = seen(case), case.meaning.operands
     group = live.shape[1] // case.tensors[key].shape[1]
     rows = torch.zeros(live.shape[:3], dtype=torch.bool)
     for name, tokens in case.planted.items():
