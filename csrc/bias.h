@@ -3,8 +3,8 @@
 
 namespace ds_sparse {
 
-// Finite biases count as no lower, so that they are arithmetic, however large: three of them, and a factor log2(e),
-// must not reach infinity. `LOWEST_BIAS` in ds_sparse/ops.
+// Finite biases count as no lower, and neither do their sums, so that they are arithmetic, however large: with a factor
+// log2(e) they must not reach infinity. `LOWEST_BIAS` in ds_sparse/ops.
 template <class C>
 constexpr C kLowestBias = C(-1e30);
 

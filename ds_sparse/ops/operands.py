@@ -174,8 +174,10 @@ def as_added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def raised(x: torch.Tensor) -> torch.Tensor:
-    """A bias in fp32 or wider, or a sum of some, that counts as no lower than LOWEST_BIAS; -inf stays. The gradient is
-    that of x, as it is in kernels."""
+    """A bias, or a sum of some, that counts as no lower than LOWEST_BIAS; -inf stays. The gradient is that of x, as it
+    is in kernels."""
+    if torch.finfo(x.dtype).min >= LOWEST_BIAS:
+        return x  # fp16, on CUDA, does not compare with a number that it does not have
     lowest = LOWEST_BIAS + (x - x.detach()) if x.requires_grad else LOWEST_BIAS
     return torch.where((x < LOWEST_BIAS) & (x != float("-inf")), lowest, x)
 

@@ -110,7 +110,8 @@ def gather_attention(
     """`index_select` of a query, key and value for each pair, `index_add` of exponentials and of weighted values.
 
     Work is that of the pairs alone, but every pair's numbers go through memory several times. Sums are in fp32 or
-    wider.
+    wider. On CUDA PyTorch adds them up as they come, so that last bits differ from run to run, forward and backward,
+    unless `torch.use_deterministic_algorithms(True)` is set.
 
     Args:
         q, k, v, values, offsets, scale, cu_seqlens, document_layout: as in `sparse_attn`; head sizes have no bound on
@@ -172,7 +173,8 @@ def jagged_attention(
     Sums are in fp32 or wider. Of jagged tensors PyTorch 2.13 has products that train, while gradients of their softmax
     are wrong, a sum has none, and those of a product with a dense tensor take memory that grows with the square of the
     tokens. So each row's largest score, and its sums, come from `segment_reduce` over the jagged values; a column of
-    ones beside the value sums the exponentials.
+    ones beside the value sums the exponentials. On CUDA PyTorch adds gradients up as they come, so that their last bits
+    differ from run to run, unless `torch.use_deterministic_algorithms(True)` is set.
 
     Args:
         q, k, v, values, offsets, scale, cu_seqlens, document_layout: as in `sparse_attn`; head sizes have no bound on
