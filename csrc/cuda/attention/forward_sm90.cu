@@ -236,11 +236,12 @@ void forward_on_hopper(
     }
     const CUtensorMap key_map = tensor_map(key, std::min(block, kBlockN)),
                       value_map = tensor_map(value, std::min(block, kBlockN));
-    with_scheduler(launch, &p.state->row_tickets, count, kConsumerGroups, [&](const TileScheduler& scheduler, int64_t blocks) {
-      launch.with_shared_memory(
-          forward_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<kConsumerGroups>,
-          kConsumerGroups * sizeof(M) + kPanelAlignment, p, query_map, key_map, value_map, output_maps, scheduler);
-    });
+    with_scheduler(
+        launch, &p.state->row_tickets, count, kConsumerGroups, [&](const TileScheduler& scheduler, int64_t blocks) {
+          launch.with_shared_memory(
+              forward_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<kConsumerGroups>,
+              kConsumerGroups * sizeof(M) + kPanelAlignment, p, query_map, key_map, value_map, output_maps, scheduler);
+        });
   });
 }
 

@@ -155,7 +155,8 @@ __device__ void for_each_of_warp(PassState* state, int64_t count, const F& f) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(32 * kWarps) recompute_outputs_kernel(const __grid_constant__ Forward<T> p, int batch) {
+__global__ void __launch_bounds__(32 * kWarps)
+    recompute_outputs_kernel(const __grid_constant__ Forward<T> p, int batch) {
   __shared__ OwnRow rows[kWarps];
   OwnRow& query = rows[threadIdx.x / 32];
   const int lane = lane_of_warp(), queries = p.scoring.queries, head_dim = p.head_dim;
@@ -179,8 +180,9 @@ __global__ void __launch_bounds__(32 * kWarps) recompute_outputs_kernel(const __
     for_each_seen<false>(p.lists, p.scoring, p.layout_heads, head, token, p.scoring.keys, [&](int key) {
       const int64_t at = key < 0 ? 0 : spans.token(key);
       const float score =
-          key < 0 ? -kInfinity
-                  : score_of<T>(p.scoring, dot(query, keys + at * p.key.token_stride, head_dim), batch, head, token, key);
+          key < 0
+              ? -kInfinity
+              : score_of<T>(p.scoring, dot(query, keys + at * p.key.token_stride, head_dim), batch, head, token, key);
       const bool counts = score != -kInfinity;
       float new_max = score;
       for (int bit = 16; bit > 0; bit /= 2) {
@@ -318,9 +320,9 @@ void recompute_gradients(
       columns, grad_query, grad_key, grad_value, static_cast<int>(batch));
 }
 
-#define DS_SPARSE_RECOMPUTE(T)                                                                                       \
-  template void recompute_outputs(const Launcher&, const Forward<T>&, int64_t);                                      \
-  template void recompute_gradients(                                                                                 \
+#define DS_SPARSE_RECOMPUTE(T)                                                                                         \
+  template void recompute_outputs(const Launcher&, const Forward<T>&, int64_t);                                        \
+  template void recompute_gradients(                                                                                   \
       const Launcher&, const Backward<T>&, const TileLists&, const TileLists&, const Matrices<T>&, const Matrices<T>&, \
       const Matrices<T>&, int64_t);
 DS_SPARSE_RECOMPUTE(float)

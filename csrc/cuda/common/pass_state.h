@@ -19,7 +19,7 @@ struct PassState {
 // anything; others take turns at so many that no two of them can be under way with the same.
 class StateOfPass {
  public:
-  explicit StateOfPass(const Launcher& launch, const Tensor& on);
+  StateOfPass(const Launcher& launch, const Tensor& on);
   PassState* get() const { return state_; }
 
  private:
@@ -28,8 +28,8 @@ class StateOfPass {
 };
 
 // Notes that a lane's sums of two rows, 8 apart, are not all finite. tokens: of the first row and those after it; what
-// a row without one (-1) has is whatever lay in memory. Of every four sums, the first two are the first row's. A product
-// of two takes an instruction for both; one that overflows is noted too, which costs time alone.
+// a row without one (-1) has is whatever lay in memory. Of every four sums, the first two are the first row's. A
+// product of two takes an instruction for both; one that overflows is noted too, which costs time alone.
 template <int kCount>
 __device__ __forceinline__ void note_not_finite(const float (&sums)[kCount], const int* tokens, PassState* state) {
   float probes[4] = {};
