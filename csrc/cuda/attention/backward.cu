@@ -355,7 +355,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   }
   const GradQuerySums grad_query_sums{
       in_one_sweep ? sums->mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(padded_head_dim)};
-  const StateOfPass state(launch, query);
+  StateOfPass state(launch, query);
   with_head_dim(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kHeadDim = decltype(padded)::value;
@@ -442,6 +442,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     recompute_gradients(
         launch, p, lists(rows), lists(columns), matrices_of<T>(grad_query), matrices_of<T>(grad_key),
         matrices_of<T>(grad_value), batch);
+    state.done();
   });
   return {grad_query, grad_key, grad_value};
 }

@@ -312,7 +312,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
   const int64_t num_cuts = rows.cuts.size(0), splits = num_splits(rows, lists);
   const int64_t split_row_count = copies * splits * lists.sub_tiles * tile;
   const Space split_outputs(query, split_row_count * head_dim), split_row_max_sums(query, split_row_count * 2);
-  const StateOfPass state(launch, query);
+  StateOfPass state(launch, query);
   with_head_dim(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kHeadDim = decltype(padded)::value;
@@ -350,6 +350,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
         combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCombineRows, 2 * kThreads, p,
         rows.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts));
     recompute_outputs(launch, p, batch);
+    state.done();
   });
   return {output, lse, row_sums};
 }

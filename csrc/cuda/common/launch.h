@@ -32,6 +32,7 @@ class Launcher {
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
+  cudaStream_t stream() const { return stream_; }
   int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   // Bytes that a thread block may have. DS_SPARSE_SHARED_MEMORY, where it is defined, lets a GPU stand for one with
   // less.

@@ -20,11 +20,19 @@ struct PassState {
 class StateOfPass {
  public:
   StateOfPass(const Launcher& launch, const Tensor& on);
+  StateOfPass(const StateOfPass&) = delete;
+  // Sets it to 0 where the pass ended in an error, before its last kernel was launched.
+  ~StateOfPass();
+
   PassState* get() const { return state_; }
+  // The last kernel, which leaves it at 0, is launched.
+  void done() { is_done_ = true; }
 
  private:
   PassState* state_;
   std::optional<Tensor> own_;
+  cudaStream_t stream_;
+  bool is_done_ = false;
 };
 
 // Notes that a lane's sums of two rows, 8 apart, are not all finite. tokens: of the first row and those after it; what
