@@ -80,7 +80,7 @@ def _is_alive(mode: Callable[[], FakeTensorMode | None]) -> bool:
 
 def _forget(model: nn.Module, mode: Callable[[], FakeTensorMode | None], before: list[_Place]) -> None:
     for place in before:
-        place.put_back()
+        place.put_back(lambda value: _holds_a_fake([value], mode()))
     for cache in [x for x in gc.get_objects() if type(x) is _LRU_CACHE]:
         if _holds_a_fake(gc.get_referents(cache), mode()):
             cache.cache_clear()
@@ -136,16 +136,22 @@ class _Place:
         containers = [x for x in self._attributes.values() if type(x) in (dict, OrderedDict, list, set)]
         self._containers = [(x, x.copy()) for x in containers]
 
-    def put_back(self) -> None:
+    def put_back(self, is_left: Callable[[Any], bool]) -> None:
+        """What `is_left` says that the trial left is as it was; all else stays: imports, registrations, counters."""
         place, now = self._place, dict(vars(self._place))
         # Attributes of a class cannot be written but by these; those of a module have a meaning to PyTorch.
         is_class = isinstance(place, type)
-        for name in now.keys() - self._attributes.keys():
-            delattr(place, name) if is_class else vars(place).pop(name)
-        for name, value in self._attributes.items():
-            if now.get(name) is not value:
-                setattr(place, name, value) if is_class else vars(place).update({name: value})
+        for name, value in now.items():
+            was = self._attributes.get(name)
+            if value is was or not is_left(value):
+                continue
+            if name in self._attributes:
+                setattr(place, name, was) if is_class else vars(place).update({name: was})
+            else:
+                delattr(place, name) if is_class else vars(place).pop(name)
         for container, was in self._containers:
+            if not is_left(container):
+                continue
             if isinstance(container, list):
                 container[:] = was
             else:

@@ -165,6 +165,21 @@ def test_what_was_kept_before_a_trial_stays():
     assert list(TABLES) == [8] and TABLES[8] is kept[0] and TABLE is kept[1] and Holder.table is kept[2]
 
 
+def test_what_holds_no_fake_tensor_stays_as_the_trial_left_it():
+    """What a forward imports, registers or counts, beside a table that it keeps."""
+    names, layer = [], Attention("global dict")
+
+    def run():
+        of_global_dict(9)
+        Holder.imported, Holder.names = functools, names
+        names.append("registered")
+
+    Holder.names = names
+    in_trial(layer, run)
+    assert Holder.imported is functools and names == ["registered"] and not TABLES
+    del Holder.imported, Holder.names
+
+
 def test_tensors_that_are_not_found_are_told_of(capsys):
     hidden = _generator()  # into which nothing looks
     next(hidden)
