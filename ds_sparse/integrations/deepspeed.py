@@ -35,6 +35,7 @@ from ..modules.layers import structure_of
 from ..notices import say_notices
 from ..ranks import is_launched, say
 from ..sparsity import FixedSparsityConfig, SparsityConfig
+from ..sparsity.declarations import DEFAULTS, declared_value
 from .cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
 from .deepspeed_sequence import autosp, parallelize, refuse, sequence_parallel_size
 from .flag import FLAG, is_on
@@ -327,6 +328,11 @@ def _check_layers(
     _check_structures(sparse, numbered, block, source)
 
 
+def _counted(structure: Any, field: str) -> Any:
+    """A structure's field, as it counts."""
+    return declared_value(structure, field) if field in DEFAULTS else getattr(structure, field, None)
+
+
 def _check_structures(
     layers: Mapping[str, nn.Module], numbered: Mapping[str, int], block: Mapping[str, Any], source: Source
 ) -> None:
@@ -342,7 +348,7 @@ def _check_structures(
             if wanted is None
             else [field for field in vars(wanted) if field[0] != "_" and (field != "seed" or wanted.seed is not None)]
         )
-        differing = sorted(field for field in fields if getattr(config, field, None) != getattr(wanted, field))
+        differing = sorted(field for field in fields if _counted(config, field) != getattr(wanted, field))
         if type(config) is not type(wanted) or differing:
             raise SparseAttentionConfigError(
                 [

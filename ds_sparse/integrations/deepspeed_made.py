@@ -49,8 +49,8 @@ def _optimizer(config: Mapping[str, Any], auto: list[str]) -> list[str]:
         return [_no_object("optimizer.params", params)]
     if error := _refused_of_all(params):
         return [f"optimizer.params.max_grad_norm: got {show(params['max_grad_norm'])}; DeepSpeed refuses it: {error}"]
-    zero = config.get("zero_optimization") or {}
-    offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    zero = _object(config.get("zero_optimization"))  # true and false are taken, too: an old way to say stage 1 and 0
+    offloaded = _object(zero.get("offload_optimizer")).get("device", "none") != "none"
     cls, params = _optimizer_class(kind, params, offloaded) if own else (getattr(torch.optim, kind), params)
     if cls is None:
         return []
@@ -64,6 +64,10 @@ def _optimizer(config: Mapping[str, Any], auto: list[str]) -> list[str]:
             '"zero_allow_untested_optimizer": true.'
         )
     return mistakes
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _refused_of_all(params: Mapping[str, Any]) -> str | None:

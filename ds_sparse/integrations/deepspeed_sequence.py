@@ -42,7 +42,8 @@ def sequence_parallel_size(config: Mapping[str, Any], source: str) -> int:
 def autosp(config: Mapping[str, Any]) -> str | None:
     """The sentence about DeepSpeed's AutoSP, if the configuration asks for it."""
     compiling = config.get("compile")
-    if not isinstance(compiling, Mapping) or "autosp" not in (compiling.get("passes") or ()):
+    passes = compiling.get("passes") if isinstance(compiling, Mapping) else None
+    if not isinstance(passes, list | tuple) or "autosp" not in passes:
         return None
     return (
         'compile.passes: got "autosp", DeepSpeed\'s AutoSP, which cuts sequences and exchanges heads around '

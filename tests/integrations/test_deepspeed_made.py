@@ -91,6 +91,12 @@ def test_what_can_be_made_is_taken_without_a_word(config):
     assert check_deepspeed_config(BATCH | config)[1:] == ([], [])
 
 
+def test_the_old_way_to_ask_for_zero_is_no_mistake():
+    for zero in (True, False):
+        _, mistakes, warned = check_deepspeed_config(BATCH | adam(lr=1e-3) | {"zero_optimization": zero})
+        assert mistakes == [] and "deprecated" in warned[0]
+
+
 def test_a_required_parameter_that_the_trainer_fills_in_is_not_missing():
     config = scheduler("WarmupDecayLR", warmup_num_steps="auto", total_num_steps="auto")
     _, mistakes, _ = check_deepspeed_config(BATCH | config | {"zero_optimization": {"stage": 2}})
