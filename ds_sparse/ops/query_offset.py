@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import dropout, embedding, pad
 
 from ..index import BlockIndex
@@ -386,12 +387,22 @@ class _Product(Function):
 
 
 def _contained(a: Tensor, live: Tensor | None, b: Tensor) -> Tensor:
-    """a @ b over the numbers of a that are live: NaN where one of them meets one of b that is not finite."""
+    """a @ b over the numbers of a that are live: NaN in rows of which one meets a row of b that is not finite."""
     if live is None:
         return a @ b
+    a = a.masked_fill(~live, 0)
+    if _is_known_finite(b):
+        return a @ b
     finite = b.isfinite()
-    spoilt = live.to(b.dtype) @ (~finite).to(b.dtype) > 0
-    return (a.masked_fill(~live, 0) @ b.masked_fill(~finite, 0)).masked_fill(spoilt, float("nan"))
+    spoilt = (live & ~finite.all(-1).unsqueeze(-2)).any(-1, keepdim=True)
+    return (a @ b.masked_fill(~finite, 0)).masked_fill(spoilt, float("nan"))
+
+
+def _is_known_finite(x: Tensor) -> bool:
+    """Whether x is finite, where to ask costs nothing but a sum: on the CPU, of tensors that have values."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return not isinstance(x, FakeTensor) and bool(x.sum(dtype=wide_dtype(x.dtype)).isfinite())
 
 
 def _of_tokens(x: Tensor, token: Tensor, heads: int) -> Tensor:
