@@ -8,9 +8,12 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+_eval_frame: Any = torch._C._dynamo.eval_frame
+if not hasattr(_eval_frame, "set_code_exec_strategy"):  # private: without it more is compiled than need be, no less
+    _eval_frame = None
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -50,7 +53,9 @@ def as_it_is(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Decorates what is in no graph of its own: where a graph of torch.compile has ended around it, it and all that it
     calls run as they are. Otherwise each function would be compiled alone, with graphs of an index that is built once.
     """
-    set_code_exec_strategy(run.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    if _eval_frame is not None:
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(run.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     return run
 
 

@@ -137,8 +137,8 @@ def block_sparse_attention(
     set, which costs a sweep more. A bool mask keeps where True, a float one is added; only -inf, False and absent
     blocks mask, while finite large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30,
     and sums of them, count as -1e30). A row with nothing left is zeros, its lse -inf or the sink, its gradients zero.
-    NaN and infinities do not reach rows that do not see them on the CPU; on CUDA those in dead blocks or behind masks
-    may reach rows of the same tile, so padding has to be finite there. Under autocast query, key and value are cast.
+    NaN and infinities do not reach rows that do not see them, so padding may hold anything; on CUDA it is faster where
+    it is finite. Under autocast query, key and value are cast.
 
     Sources: Dao et al., "FlashAttention", 2022 (softmax in one sweep, recomputed backwards); Child et al., "Generating
     long sequences with sparse transformers", 2019 (block layouts); DeepSpeed's sparse attention (the options).

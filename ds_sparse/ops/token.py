@@ -173,8 +173,8 @@ def sparse_attn(
 
     On a Hopper GPU lists that fill the blocks in which they have pairs, one pair in 50 and more, are walked in tiles
     with a bit for each pair, in fp16 and bf16, with D = E up to 128, lists that sequences share and no pair listed
-    twice. Else, and on other devices, each query gathers its keys, and NaN and infinities reach those that list them
-    alone; in tiles they may reach others of the tile. The same input gives the same bits, for any number of threads,
+    twice. Else, and on other devices, each query gathers its keys. NaN and infinities reach those that list them alone.
+    The same input gives the same bits, for any number of threads,
     but for the gradient of q in tiles: there its sums are added in memory as they come, unless
     `torch.use_deterministic_algorithms(True)` is set, which costs a sweep more.
 

@@ -50,8 +50,7 @@ def window_attention(
     Differentiable in query, key, value and sinks; memory is linear in tokens, whatever the window. Statistics and sums
     are in fp32 or wider. The same input gives the same bits, but for the gradient of query on a Hopper GPU, as in
     `block_sparse_attention`. A row with nothing left is zeros, with zero gradient. NaN and infinities do not reach rows
-    that do not see them on the CPU; on CUDA they may reach rows of the same tile, whatever the masks. Under autocast
-    query, key and value are cast.
+    that do not see them. Under autocast query, key and value are cast.
 
     Source: Beltagy et al., "Longformer", 2020: windows, dilation a head, global tokens.
 

@@ -261,7 +261,8 @@ def test_outside_of_a_window(device: str, option: str, operand: str):
 @pytest.mark.parametrize("operation", [sparse_attn, gather_attention])
 def test_tokens_of_no_pair(device: str, operation: Callable[..., torch.Tensor], operand: str):
     attention = of_pairs(operation, 0.05)
-    check(attention, operand, some_of(attention, operand), math.nan, torch.float32, device)
+    for dtype in (torch.float32, torch.bfloat16):  # on Hopper in tiles, where kernels serve both
+        check(attention, operand, some_of(attention, operand), math.nan, dtype, device)
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
