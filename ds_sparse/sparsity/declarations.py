@@ -6,7 +6,10 @@ use the same names for something else.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+
+import torch
 
 DEFAULTS: dict[str, Any] = {"seed": None, "causal": False, "strict_causal": False}
 
@@ -16,8 +19,31 @@ DECLARED = "_declared"
 
 
 def declared_value(structure: object, name: str) -> Any:
-    """The value of a structure's `seed`, `causal` or `strict_causal`; the default of one that it does not declare."""
-    return getattr(structure, name) if name in getattr(structure, DECLARED, ()) else DEFAULTS[name]
+    """The value of a structure's `seed`, `causal` or `strict_causal`; the default of one that it does not declare. A
+    structure that derives from ours and has one for itself is told once that it does not count."""
+    if name in getattr(structure, DECLARED, ()):
+        return getattr(structure, name)
+    is_ours = hasattr(structure, DECLARED) and not torch.compiler.is_compiling()
+    if is_ours and getattr(structure, name, DEFAULTS[name]) is not DEFAULTS[name]:
+        _say_not_counted(type(structure), name)
+    return DEFAULTS[name]
+
+
+_said: set[tuple[type, str]] = set()
+
+
+def _say_not_counted(cls: type, name: str) -> None:
+    from ._base import SparsityWarning
+
+    if (cls, name) in _said:
+        return
+    _said.add((cls, name))
+    warnings.warn(
+        f"{cls.__name__} has a {name} that does not count: its own __init__ does not pass {name} to "
+        "super().__init__(). Pass it there, where it is meant as ours; an attribute of its own needs nothing.",
+        SparsityWarning,
+        stacklevel=3,
+    )
 
 
 def may_declare(structure: object, name: str) -> bool:

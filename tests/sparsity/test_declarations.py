@@ -2,13 +2,21 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 
 from ds_sparse.common_seed import set_common_seed
 from ds_sparse.config import parse_sparse_attention, sparse_attention_block
-from ds_sparse.sparsity import BigBirdSparsityConfig, SparsityConfig, _registry, declared, register_sparsity
+from ds_sparse.sparsity import (
+    BigBirdSparsityConfig,
+    SparsityConfig,
+    SparsityWarning,
+    _registry,
+    declared,
+    register_sparsity,
+)
 from ds_sparse.sparsity.declarations import declare, declared_value
 from ds_sparse.sparsity.draws import Draws, draws, without_seed
 
@@ -44,6 +52,20 @@ def test_a_users_attribute_with_a_name_of_ours_stays_its_own():
     assert draws(own) is Draws.UNREPEATABLY and without_seed(own), "its seed is not the sampler's"
     set_common_seed(own)
     assert own.seed == "its own"
+
+
+def test_what_is_set_from_outside_and_does_not_count_is_said_once():
+    class Own(SparsityConfig):
+        def __init__(self, num_heads):
+            super().__init__(num_heads)
+
+    structure = Own(2)
+    structure.causal = True
+    with pytest.warns(SparsityWarning, match="Own has a causal that does not count: .* Pass it there"):
+        assert declared_value(structure, "causal") is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert declared_value(structure, "causal") is False and declared_value(Own(2), "seed") is None
 
 
 def test_what_a_plain_constructor_passes_on_counts():
