@@ -9,8 +9,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
-
 DEFAULTS: dict[str, Any] = {"seed": None, "causal": False, "strict_causal": False}
 
 DECLARED = "_declared"
@@ -23,8 +21,7 @@ def declared_value(structure: object, name: str) -> Any:
     structure that derives from ours and has one for itself is told once that it does not count."""
     if name in getattr(structure, DECLARED, ()):
         return getattr(structure, name)
-    is_ours = hasattr(structure, DECLARED) and not torch.compiler.is_compiling()
-    if is_ours and getattr(structure, name, DEFAULTS[name]) is not DEFAULTS[name]:
+    if hasattr(structure, DECLARED) and getattr(structure, name, DEFAULTS[name]) is not DEFAULTS[name]:
         _say_not_counted(type(structure), name)
     return DEFAULTS[name]
 
@@ -33,9 +30,11 @@ _said: set[tuple[type, str]] = set()
 
 
 def _say_not_counted(cls: type, name: str) -> None:
+    import torch  # not above: commands that compute nothing start without it
+
     from ._base import SparsityWarning
 
-    if (cls, name) in _said:
+    if (cls, name) in _said or torch.compiler.is_compiling():  # a warning would end the graph
         return
     _said.add((cls, name))
     warnings.warn(
