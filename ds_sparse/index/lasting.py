@@ -8,12 +8,9 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-
-_eval_frame: Any = torch._C._dynamo.eval_frame
-if not hasattr(_eval_frame, "set_code_exec_strategy"):  # private: without it more is compiled than need be, no less
-    _eval_frame = None
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -53,9 +50,10 @@ def as_it_is(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Decorates what is in no graph of its own: where a graph of torch.compile has ended around it, it and all that it
     calls run as they are. Otherwise each function would be compiled alone, with graphs of an index that is built once.
     """
-    if _eval_frame is not None:
-        skip = _eval_frame._FrameAction.SKIP
-        _eval_frame.set_code_exec_strategy(run.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    private: Any = eval_frame
+    if hasattr(private, "set_code_exec_strategy"):  # else more is compiled than need be, and no less
+        skip = private._FrameAction.SKIP
+        private.set_code_exec_strategy(run.__code__, private._FrameExecStrategy(skip, skip))
     return run
 
 

@@ -147,8 +147,10 @@ def index_of_window(
     Raises:
         RuntimeError: under torch.compile; where it would have to be built in the capture of a CUDA graph.
     """
-    what, instead = "The index of a window cannot be built", "pass WindowIndex.build(tokens, window_size, ...)"
-    instead += " as window_size"
+    what, instead = (
+        "The index of a window cannot be built",
+        "pass WindowIndex.build(tokens, window_size, ...) as window_size",
+    )
     refuse_traced(what, f"{instead}, on the device of query.")
 
     def build() -> WindowIndex:
