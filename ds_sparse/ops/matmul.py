@@ -33,8 +33,7 @@ class MatMul(OnLayout):
 
     On a Hopper GPU fp16 and bf16 with blocks of 16 to 128 have kernels of their own, for up to 128 numbers a token, a
     multiple of 8, that are adjacent in memory (an operand whose tokens are adjacent is copied first); all else takes
-    longer there. They multiply several block rows together, so that infinities and NaNs of a dsd's dense operand may
-    reach rows beside those whose blocks want them.
+    longer there. On every device infinities and NaNs of a dense operand reach those rows alone that have its blocks.
 
     Args:
         layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of

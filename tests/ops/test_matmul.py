@@ -617,6 +617,31 @@ def test_nan_reaches_what_depends_on_it_and_nothing_else(device: str, mode: str)
     assert torch.equal(nan, expected)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("mode", ["dsd", "dds"])
+@pytest.mark.parametrize(("block", "rows", "columns"), [(16, 9, 7), (16, 5, 150), (32, 5, 6), (64, 3, 4)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_dense_operand_that_is_not_finite_reaches_those_who_have_its_block(
+    device: str, dtype: torch.dtype, block: int, rows: int, columns: int, mode: str, transposed: bool
+):
+    live = torch.rand(rows, columns, generator=seeded(3)) < 0.4
+    live[0] = True  # a list that is cut, where it is long
+    case = make_case(
+        make_layout(live), block, mode, transposed and mode == "dsd", transposed and mode == "dds", seeded(), heads=2
+    )
+    a, b = (x.to(device, dtype) for x in (case.a, case.b))
+    # By tokens: those that are summed over, and those of the result, with the blocks that these see.
+    operand, by_tokens = (b[0, 1], lambda x: x) if mode == "dsd" else (a[0, 1].mT, lambda x: x.mT)
+    seen = live.mT if transposed == (mode == "dsd") else live
+    operand[[5, block + 2], :9] = 0
+    expected = by_tokens(case.operation(a, b))
+    for tokens, blocks in zip(expected[0, 1].split(block), seen, strict=True):
+        tokens[:, :9] += float("nan") if blocks[:2].any() else 0
+    operand[[5, block + 2], :9] = float("nan")
+    result = by_tokens(case.operation(a, b))
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=1e-3, equal_nan=True)
+
+
 def operands(mode: str = "sdd", **overrides: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     case = make_case(DIAGONAL, 16, mode, False, False, seeded())
     return overrides.get("a", case.a), overrides.get("b", case.b)

@@ -134,12 +134,13 @@ __global__ void __launch_bounds__(kThreads<kN>, LargeDsdTuning<kN>::kThreadBlock
   }
   const GmmaDescriptor all_values(memory.values[0][uniform(threadIdx.x / kWarpgroupThreads)]);
   const GmmaDescriptor all_dense(memory.dense[0][0], kTileBytes);
-  run_consumer<kN>(p, memory, &out, 1, [&](float (&sums)[kN / 2], int stage, uint32_t, bool add) {
+  const auto multiply_stage = [&](float (&sums)[kN / 2], int stage, uint32_t, bool add) {
     const GmmaDescriptor of_stage = all_values + uniform(stage * sizeof(memory.values[0]));
     const GmmaDescriptor dense_of_stage = all_dense + uniform(stage * sizeof(memory.dense[0]));
     transposed ? multiply<T, kN, true>(sums, of_stage, dense_of_stage, add)
                : multiply<T, kN, false>(sums, of_stage, dense_of_stage, add);
-  });
+  };
+  run_consumer<kN>(p, memory, &out, 1, multiply_stage, [](const auto&, int, const Step&) {});
 }
 
 }  // namespace

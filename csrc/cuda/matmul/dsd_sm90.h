@@ -30,6 +30,7 @@ struct Memory {
   Barrier full[kStages], empty[kStages];
   Step steps[kStages][kConsumerWarpgroups];
   int tokens[kStages][kConsumerWarps];  // of the result, the first of each warp's; -1 where it has none
+  int2 entries[kStages];                // of the work tile: the first, and how many; of small blocks
 
   // By one thread, before any other comes. `copying`: how many arrive when they have begun all copies of a stage.
   __device__ void init(int copying) {
@@ -123,9 +124,11 @@ __device__ __forceinline__ void store_result(
 
 // A consumer warp. own_blocks: of the bits of a step, those of the warp's rows.
 // multiply(sums, stage, live, add): sums = or += what the stage has for the warpgroup.
-template <int kN, class T, class M, class F>
+// complete(sums, stage, step): what is left to do for sums that are not zeros, at the last step of a work tile.
+template <int kN, class T, class M, class F, class C>
 __device__ __forceinline__ void run_consumer(
-    const TileProduct<T>& p, M& memory, const CUtensorMap* out, uint32_t own_blocks, const F& multiply) {
+    const TileProduct<T>& p, M& memory, const CUtensorMap* out, uint32_t own_blocks, const F& multiply,
+    const C& complete) {
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), group = warp * 32 / kWarpgroupThreads;
   float sums[kN / 2];
   uint32_t summed = 0;  // what has been live in the work tile so far
@@ -140,12 +143,15 @@ __device__ __forceinline__ void run_consumer(
       multiply(sums, pipe.index, step.live, summed != 0);
       summed |= step.live;
     }
+    const bool has_own = (summed & own_blocks) != 0;
+    if (step.head >= 0 && token >= 0 && has_own) {
+      complete(sums, pipe.index, step);
+    }
     warp_arrive(memory.empty[pipe.index], lane);
     if (step.head < 0) {
       continue;
     }
     if (token >= 0 && step.split >= 0) {
-      const bool has_own = (summed & own_blocks) != 0;
       if (lane == 0) {
         *p.warp_tile_of_split(step.split, warp * kWarpTileRows) = has_own;
       }
@@ -153,7 +159,7 @@ __device__ __forceinline__ void run_consumer(
         store_split<kN>(p, step.split, sums);
       }
     } else if (token >= 0) {
-      if (summed == 0) {
+      if (!has_own) {  // NaN times the zeros that stand for its blocks may be in them
 #pragma unroll
         for (float& sum : sums) {
           sum = 0;

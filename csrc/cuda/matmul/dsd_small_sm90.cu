@@ -193,6 +193,7 @@ __device__ __forceinline__ void run_producer(
           now.left <= kEntries ? now.work.head : -1, p.split_of_all(now.work)};
     }
     if (lane < kConsumerWarps) {
+      memory.entries[own.stage] = make_int2(now.work.first_entry, now.work.num_entries);
       memory.tokens[own.stage][lane] = now.block_row < 0 ? -1 : now.block_row * kBlock + lane * kWarpTileRows % kBlock;
     }
     wait_for_copies<0>();
@@ -207,11 +208,76 @@ __device__ __forceinline__ void run_producer(
   }
 }
 
+// A dense operand as it lies in memory; its columns are adjacent.
+template <class T>
+struct DenseRows {
+  const T* data;
+  int64_t batch_stride, head_stride, token_stride;
+};
+
+// Rows of a warp's sums that are not finite, summed again, a number at a time and of their own blocks alone: a step
+// multiplies the tokens of all of its blocks with every line of the tile, which has zeros where it has no block, and
+// zero times NaN is NaN. What of a warp's sums is a lane's: of the rows at lane / 4 and 8 after it, two columns of 8.
+template <int kN, int kBlock, bool kTransposed, class T>
+__device__ __forceinline__ void sum_again_if_not_finite(
+    float (&sums)[kN / 2], const TileProduct<T>& p, const T* values, const DenseRows<T>& dense, const int2& entries,
+    const Step& step) {
+  float probe0 = 0, probe8 = 0;
+#pragma unroll
+  for (int i = 0; i < kN / 2; i += 4) {
+    probe0 = fmaf(sums[i], sums[i + 1], probe0);
+    probe8 = fmaf(sums[i + 2], sums[i + 3], probe8);
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t lanes_of_row = 0xfu << lane / 4 * 4;
+  const uint32_t spoilt0 = __ballot_sync(0xffffffffu, !isfinite(probe0));
+  const uint32_t spoilt8 = __ballot_sync(0xffffffffu, !isfinite(probe8));
+  if ((spoilt0 | spoilt8) == 0) {
+    return;
+  }
+  const bool again0 = (spoilt0 & lanes_of_row) != 0, again8 = (spoilt8 & lanes_of_row) != 0;
+  const int block_row = warp * kWarpTileRows / kBlock, row = warp * kWarpTileRows % kBlock + lane / 4;
+  const ProductTileLists& lists = p.lists;
+  const int copy = lists.layout_heads == 1 ? step.batch * lists.heads + step.head : step.batch;
+  const T* of_copy = values + int64_t{copy} * lists.live * (kBlock * kBlock);
+  const T* of_head = dense.data + step.batch * dense.batch_stride + step.head * dense.head_stride + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) {
+    sums[i] = (i % 4 < 2 ? again0 : again8) ? 0 : sums[i];
+  }
+#pragma unroll 1
+  for (int entry = entries.x; entry < entries.x + entries.y; ++entry) {
+    const int slot = lists.slots[int64_t{entry} * kBlockRows<kBlock> + block_row];
+    if (slot < 0) {
+      continue;
+    }
+    const T* value = of_copy + int64_t{slot} * (kBlock * kBlock) + (kTransposed ? row : row * kBlock);
+    const T* of_token = of_head + int64_t{block_of(lists.entries[entry])} * kBlock * dense.token_stride;
+#pragma unroll 1
+    for (int token = 0; token < kBlock; ++token) {
+      const float value0 = static_cast<float>(value[0]),
+                  value8 = static_cast<float>(value[kTransposed ? 8 : 8 * kBlock]);
+#pragma unroll
+      for (int i = 0; i < kN / 2; i += 4) {
+        if (2 * i < p.result.width) {
+          const float x = static_cast<float>(of_token[2 * i]), y = static_cast<float>(of_token[2 * i + 1]);
+          sums[i] = again0 ? fmaf(value0, x, sums[i]) : sums[i];
+          sums[i + 1] = again0 ? fmaf(value0, y, sums[i + 1]) : sums[i + 1];
+          sums[i + 2] = again8 ? fmaf(value8, x, sums[i + 2]) : sums[i + 2];
+          sums[i + 3] = again8 ? fmaf(value8, y, sums[i + 3]) : sums[i + 3];
+        }
+      }
+      value += kTransposed ? kBlock : 1;
+      of_token += dense.token_stride;
+    }
+  }
+}
+
 template <class T, int kN, int kBlock, bool kTransposed>
 __global__ void __launch_bounds__(kThreads<T, kN, kBlock>, SmallDsdTuning<kN>::kThreadBlocks)
     dsd_of_small_blocks_kernel(
         const __grid_constant__ TileProduct<T> p, const T* values, const __grid_constant__ CUtensorMap dense,
-        const __grid_constant__ CUtensorMap out) {
+        const __grid_constant__ CUtensorMap out, const __grid_constant__ DenseRows<T> dense_rows) {
   let_next_begin();
   extern __shared__ __align__(kPanelAlignment) unsigned char shared[];
   auto& memory = *reinterpret_cast<Shared<T, kN, kBlock>*>(align_panels(shared));
@@ -258,6 +324,9 @@ __global__ void __launch_bounds__(kThreads<T, kN, kBlock>, SmallDsdTuning<kN>::k
         warpgroup_commit_batch();
         warpgroup_wait<0>();
         warpgroup_fence_operand(sums);
+      },
+      [&](float (&sums)[kN / 2], int stage, const Step& step) {
+        sum_again_if_not_finite<kN, kBlock, kTransposed>(sums, p, values, dense_rows, memory.entries[stage], step);
       });
 }
 
@@ -268,13 +337,16 @@ void dsd_of_small_blocks(
     const Launcher& launch, const TileProduct<T>& p, const Tensor& values, const Tensor& dense, const Tensor& out,
     bool transposed) {
   const Tensor read_values = readable_in_boxes(values), read_dense = readable_in_boxes(dense);
+  const DenseRows<T> rows{
+      static_cast<const T*>(read_dense.const_data_ptr()), read_dense.stride(0), read_dense.stride(1),
+      read_dense.stride(2)};
   const auto run = [&](auto width, auto block) {
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
         transposed ? dsd_of_small_blocks_kernel<T, kN, kBlock, true> : dsd_of_small_blocks_kernel<T, kN, kBlock, false>,
         std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * SmallDsdTuning<kN>::kThreadBlocks),
         kThreads<T, kN, kBlock>, sizeof(Shared<T, kN, kBlock>), p, static_cast<const T*>(read_values.const_data_ptr()),
-        tensor_map(read_dense, kBlock), result_map(p, out));
+        tensor_map(read_dense, kBlock), result_map(p, out), rows);
   };
   const auto with_block = [&](auto width) {
     p.block == 16 ? run(width, std::integral_constant<int, 16>{}) : run(width, std::integral_constant<int, 32>{});
