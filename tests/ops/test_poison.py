@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import DTYPES, deterministic_algorithms, implementation_on, is_hopper, leaf, random, seeded
 
 from ds_sparse import (
+    BlockIndex,
     Softmax,
     TokenIndex,
     block_sparse_attention,
@@ -237,7 +243,8 @@ def test_behind_a_key_padding_mask(device: str, option: str, dtype: torch.dtype)
         attention = on_blocks(block, device, option)
         batch, _, _, keys = attention.seen.shape
         hidden = ~attention.seen.any((1, 2)).unsqueeze(1).expand(batch, attention.key_heads, keys)
-        check(attention, "key and value", hidden, poison, dtype, device)
+        for operand in ("key and value", "key"):  # of a value alone dropout would drop nothing
+            check(attention, operand, hidden, poison, dtype, device)
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
@@ -316,6 +323,103 @@ def test_with_every_kernel_of_a_gpu(device: str, operand: str, deterministic: bo
         attention = Attention(lambda *x: block_sparse_attention(*x, layout, block=32), seen, 1, 64)
         with force_implementation(name), deterministic_algorithms() if deterministic else nullcontext():
             check(attention, operand, some_of(attention, operand), math.nan, torch.bfloat16, device)
+
+
+def spoilt_and_finite(
+    rows: int = 12, batch: int = 2
+) -> tuple[Callable[..., list[torch.Tensor]], list[torch.Tensor], torch.Tensor]:
+    """A pass forward and backward on a GPU, its operands, and the same operand of keys with NaN in some of a row."""
+    layout = torch.rand(1, rows, rows, generator=seeded(2)) < 0.3
+    layout[0].fill_diagonal_(True)
+    index = BlockIndex.build(layout, 64)
+    operands = [random(seeded(i), batch, 2, 64 * rows, 64, dtype=torch.bfloat16).cuda() for i in range(4)]
+    spoilt = operands[1].clone()
+    spoilt[0, 0, [3, 200]] = math.nan
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        output = block_sparse_attention(*inputs, index)
+        return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+
+    return run, operands, spoilt
+
+
+def replay_with_each(*, is_captured_first: bool) -> None:
+    run, (query, key, value, grad), spoilt = spoilt_and_finite()
+    static = key.clone()
+    if not is_captured_first:
+        run(query, static, value, grad)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        results = run(query, static, value, grad)
+    for keys in (key, spoilt, key, spoilt, spoilt, key):
+        static.copy_(keys)
+        graph.replay()
+        # An eager pass between replays has numbers of its own.
+        for found, expected in zip(results, run(query, keys, value, grad), strict=True):
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3, equal_nan=True)
+    assert results[0].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_graphs_are_replayed_with_what_is_finite_and_what_is_not():
+    replay_with_each(is_captured_first=False)
+
+
+@pytest.mark.gpu
+def test_the_first_pass_of_a_process_may_be_captured():
+    command = "import test_poison; test_poison.replay_with_each(is_captured_first=True)"
+    subprocess.run(
+        [sys.executable, "-c", command], check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])},
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_threads_with_streams_of_their_own_do_not_disturb_each_other():
+    run, (query, key, value, grad), spoilt = spoilt_and_finite()
+    expected = [run(query, keys, value, grad) for keys in (key, spoilt)]
+
+    def of_thread(number: int) -> int:
+        different = 0
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(100):
+                which = (number + i) % 2
+                found = run(query, (key, spoilt)[which], value, grad)
+                torch.cuda.current_stream().synchronize()
+                different += not all(
+                    torch.allclose(x, y, rtol=2e-2, atol=1e-3, equal_nan=True)
+                    for x, y in zip(found, expected[which], strict=True)
+                )
+        return different
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(of_thread, range(4))) == [0] * 4
+
+
+@pytest.mark.gpu
+def test_a_pass_after_one_that_had_no_memory_is_right():
+    """An error between the kernels of a pass leaves nothing behind that the next one would take for its own."""
+    run, (query, key, value, grad), spoilt = spoilt_and_finite(rows=64, batch=32)  # tensors of 32 MiB each
+    expected = [run(query, keys, value, grad) for keys in (key, spoilt)]
+    errors = 0
+    try:
+        for more in range(0, 512, 16):
+            torch.cuda.empty_cache()
+            limit = torch.cuda.memory_reserved() + (more << 20)
+            torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+            try:
+                run(query, spoilt, value, grad)
+            except torch.OutOfMemoryError:
+                errors += 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert errors > 2
+    for keys, results in zip((key, spoilt), expected, strict=True):
+        for found, wanted in zip(run(query, keys, value, grad), results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

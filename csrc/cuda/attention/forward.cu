@@ -200,12 +200,14 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
     }
   }
 
-  note_not_finite(reinterpret_cast<float (&)[kColumns / 2]>(output), memory.tokens + tile_row0, p.state);
+  note_not_finite(
+      reinterpret_cast<float (&)[kColumns / 2]>(output), memory.tokens + tile_row0, p.state, row_sum0, row_sum8);
   row_sum0 = row_reduce_sum(row_sum0);
   row_sum8 = row_reduce_sum(row_sum8);
   const float of_dropout = !kPlain && p.scoring.drops() ? p.scoring.dropout().factor() : 1.0f;
-  const float factor0 = row_sum0 > 0 ? of_dropout / row_sum0 : 0.0f,
-              factor8 = row_sum8 > 0 ? of_dropout / row_sum8 : 0.0f;
+  // NaN where a sum is.
+  const float factor0 = row_sum0 == 0 ? 0.0f : of_dropout / row_sum0,
+              factor8 = row_sum8 == 0 ? 0.0f : of_dropout / row_sum8;
   const float to_row_max = kPlain ? p.scoring.scale : 1.0f;
   const RowMaxSum stats0(row_max0 * to_row_max, row_sum0), stats8(row_max8 * to_row_max, row_sum8);
   // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own warp tile.

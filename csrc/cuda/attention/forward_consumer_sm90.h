@@ -87,12 +87,13 @@ struct ForwardConsumer {
     rows.row_sum0 = row_reduce_sum(rows.row_sum0);
     rows.row_sum8 = row_reduce_sum(rows.row_sum8);
     const float of_dropout = drops ? dropout.factor() : 1.0f;
-    const float factor0 = rows.row_sum0 > 0 ? of_dropout / rows.row_sum0 : 0.0f,
-                factor8 = rows.row_sum8 > 0 ? of_dropout / rows.row_sum8 : 0.0f;
+    // NaN where a sum is.
+    const float factor0 = rows.row_sum0 == 0 ? 0.0f : of_dropout / rows.row_sum0,
+                factor8 = rows.row_sum8 == 0 ? 0.0f : of_dropout / rows.row_sum8;
     const float to_row_max = kPlain ? p.scoring.scale : 1.0f;
     const RowMaxSum stats0(rows.row_max0 * to_row_max, rows.row_sum0),
         stats8(rows.row_max8 * to_row_max, rows.row_sum8);
-    note_not_finite(output, memory.work_items[summed_stage].tokens + tile_row0, p.state);
+    note_not_finite(output, memory.work_items[summed_stage].tokens + tile_row0, p.state, rows.row_sum0, rows.row_sum8);
     if (work.split >= 0) {
       const int64_t place = p.split_outputs.first_row(p.lists, work.copy, work.split, work.sub_tile) + tile_row0;
       store_sums<kHeadDim>(output, factor0, factor8, p.head_dim, [&](int half) -> float* {

@@ -37,10 +37,12 @@ class StateOfPass {
 
 // Notes that a lane's sums of two rows, 8 apart, are not all finite. tokens: of the first row and those after it; what
 // a row without one (-1) has is whatever lay in memory. Of every four sums, the first two are the first row's. A
-// product of two takes an instruction for both; one that overflows is noted too, which costs time alone.
+// product of two takes an instruction for both; one that overflows is noted too, which costs time alone. row_sum0 and
+// row_sum8, of probabilities, count as well: dropout may have dropped those that are not finite.
 template <int kCount>
-__device__ __forceinline__ void note_not_finite(const float (&sums)[kCount], const int* tokens, PassState* state) {
-  float probes[4] = {};
+__device__ __forceinline__ void note_not_finite(
+    const float (&sums)[kCount], const int* tokens, PassState* state, float row_sum0 = 0, float row_sum8 = 0) {
+  float probes[4] = {row_sum0, row_sum8};
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
     probes[i / 2 % 4] = fmaf(sums[i], sums[i + 1], probes[i / 2 % 4]);
