@@ -2,7 +2,7 @@
 
 Few of them gather the keys and values of their block rows, in plain PyTorch. Many are padded in front to a whole block;
 where they are causal, what lies before their first block row is one call of the kernels and what begins there, where
-causality cuts, is another.
+causality cuts, is another, unless a float is added to scores.
 """
 
 from __future__ import annotations
@@ -88,6 +88,22 @@ class Options(NamedTuple):
             there = torch.ones(query.shape[2], 1, dtype=torch.bool, device=query.device)
             mask = there if mask is None else mask.expand(*mask.shape[:-2], query.shape[2], -1)
         return self._replace(attn_mask=of(mask), rpe=of(self.rpe))
+
+    @property
+    def adds_floats(self) -> bool:
+        masks = (self.key_padding_mask, self.attn_mask, self.rpe, self.distance_bias)
+        return any(x is not None and x.dtype != torch.bool for x in masks)
+
+    def with_order_in_mask(self, query: Tensor, first: int, keys: int) -> Options:
+        """Those of queries from position `first` on, with causality as a part of attn_mask."""
+        positions = torch.arange(first, first + query.shape[2], device=query.device)
+        seen = torch.arange(keys, device=query.device) <= positions[:, None]
+        mask = self.attn_mask
+        if mask is None or mask.dtype == torch.bool:
+            mask = seen if mask is None else mask & seen
+        else:
+            mask = mask.masked_fill(~seen, float("-inf"))
+        return self._replace(causal=False, attn_mask=mask)
 
     def with_wide_gradients(self, dtype: torch.dtype) -> Options:
         """Those whose gradients, of several calls and sequences, are added up in `dtype` or wider."""
@@ -266,14 +282,19 @@ def _in_blocks(
         query, options = pad(query, (0, 0, before, 0)), options.after_queries(before, query)
     options = options.away(-first * block)
 
+    past = range(min(first, columns))
+    ahead = range(first, min(rows.stop, columns))
+    if options.causal and options.adds_floats and len(past) and len(ahead):
+        # lse of a row whose biases are all far below 0 does not tell of how many keys it is, so nothing can be merged.
+        options = options.with_order_in_mask(query, first * block, keys)
+        columns = ahead.stop
+
     def call(columns: range, causal: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         part = slice(columns.start * block, min(columns.stop * block, keys))
         given = options.of_keys(part)._replace(causal=causal, sinks=sinks)._asdict()
         index = parts.index(rows, columns, device)
         return attend(query, key[:, :, part], value[:, :, part], index, return_lse=True, **given)
 
-    past = range(min(first, columns))
-    ahead = range(first, min(rows.stop, columns))
     if not options.causal:
         output, lse = call(range(columns), False, options.sinks)
     elif len(past) == 0 or (len(ahead) and parts.is_empty(rows, past)):

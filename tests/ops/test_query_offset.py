@@ -221,6 +221,26 @@ def test_a_small_share_of_a_row_made_of_two_parts_is_kept(device: str, where: in
     torch.testing.assert_close(found.cpu().double()[0, 0, where], wanted[0, 0, where], rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask", "rpe", "distance_bias"])
+@pytest.mark.parametrize("offset", [21, [3, 21]], ids=str)
+def test_rows_of_lowest_biases_weigh_all_keys_alike(device: str, offset: int | list[int], name: str):
+    """Of what kernels make of the past and of what begins with the queries, lse is the same -1e30."""
+    shapes = {"key_padding_mask": (2, 43), "attn_mask": (1, 1), "rpe": (2, 1, 1, 1), "distance_bias": (1, 2 * 48 - 1)}
+    bias = torch.full(shapes[name], torch.finfo(torch.float32).min)
+    operands = [random(seeded(i), 2, 2, n, 8, dtype=torch.float32).to(device) for i, n in enumerate((22, 43, 43))]
+    query, key, value = (x.requires_grad_() for x in operands)
+    output = block_sparse_attention(
+        query, key, value, torch.ones(6, 6), block=BLOCK, causal=True, **{name: bias.to(device)},
+        query_offset=offset if isinstance(offset, int) else torch.tensor(offset, device=device),
+    )  # fmt: skip
+    first = torch.tensor([offset, offset] if isinstance(offset, int) else offset)
+    seen = torch.arange(43) <= (first[:, None] + torch.arange(22)).unsqueeze(-1)
+    probs = (seen / seen.sum(-1, keepdim=True)).to(device).unsqueeze(1)
+    torch.testing.assert_close(output, probs @ value)
+    grad = torch.autograd.grad(output.sum(), value)[0]
+    torch.testing.assert_close(grad, probs.sum(2).unsqueeze(-1).expand_as(grad), rtol=1e-4, atol=1e-5)
+
+
 def test_the_gradient_of_lse_of_a_row_of_lowest_biases(device: str):
     """Beside -1e30 the log of a sum is lost, and its gradient is not."""
     query, key, value = (random(seeded(i), 1, 1, n, 8).to(device, torch.float32) for i, n in enumerate((4, 16, 16)))
