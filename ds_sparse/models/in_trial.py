@@ -117,9 +117,8 @@ def _places(model: nn.Module) -> list[Any]:
     """Where the code of a model may keep something: its modules, the files of their packages, and what these define."""
     packages = {_package(kind) for module in model.modules() for kind in type(module).__mro__} - {*NO_MODELS}
     files = [file for name, file in list(sys.modules.items()) if name.partition(".")[0] in packages]
-    defined = {
-        id(x): x for file in files for x in vars(file).values() if hasattr(x, "__dict__") and _package(x) in packages
-    }
+    found = [x for file in files for x in list(vars(file).values()) if not isinstance(x, ModuleType)]
+    defined = {id(x): x for x in found if hasattr(x, "__dict__") and _package(x) in packages}
     return [*model.modules(), *files, *defined.values()]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+from types import ModuleType
 
 import pytest
 import torch
@@ -155,6 +156,14 @@ def test_a_model_computes_numbers_after_a_trial_of_it_or_of_another(way, capsys)
         each(x).sum().item()
     model.load_state_dict(untouched.state_dict())
     torch.testing.assert_close(model(x), untouched(x))
+
+
+def test_a_package_that_imports_when_it_is_looked_at_is_not_made_to(monkeypatch):
+    lazy = ModuleType("lazy")
+    lazy.__getattr__ = lambda name: globals().setdefault(f"LOADED_FOR{name}")
+    monkeypatch.setitem(globals(), "LAZY", lazy)
+    ds_sparse.sparsify(Attention("module"), DENSE, max_seq_length=16)
+    assert not [name for name in globals() if name.startswith("LOADED_FOR")]
 
 
 def test_what_was_kept_before_a_trial_stays():
