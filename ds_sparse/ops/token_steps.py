@@ -35,7 +35,8 @@ def masked_attention(
     """The dense baseline: all scores, those outside the mask set to -inf.
 
     Args:
-        q, k, v: (..., H, T, D), (..., H, S, D), (..., H, S, E), fp16, bf16, fp32 or fp64.
+        q, k, v: (..., H, T, D), (..., H, S, D), (..., H, S, E), fp16, bf16, fp32 or fp64. Scores have their dtype: in
+            fp16 those of more than 65,504 are infinite, and their rows NaN.
         mask: (T, S), or what broadcasts to (..., H, T, S), such as (H, T, S) and (B, 1, T, S); bool, True where a query
             sees a key, or floating point, which is added to the scores.
         scale: 1 / sqrt(D) if it is not given.

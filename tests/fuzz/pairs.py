@@ -195,6 +195,8 @@ def masked(draw: Draw, skew: float) -> Case:
     full = (sizes.batch, sizes.heads, sizes.tokens, sizes.keys)
     shape = draw.subset(full, draw.pick("", (2, 4 if sizes.lead in ("as they are", "three") else 2)))
     tensors["mask"], scale = draw.bias("mask", shape, dtype), draw.scale()
+    if dtype == torch.float16 and scale is not None:
+        scale = max(-0.5, min(scale, 0.5))  # in plain PyTorch, scores of more than 65,504 are infinite
     factor = sizes.depth**-0.5 if scale is None else scale
 
     def call(given: Tensors) -> Tensors:
