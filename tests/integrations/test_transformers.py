@@ -11,6 +11,7 @@ import transformers
 from helpers import assert_as_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sparse
 from ds_sparse.integrations import transformers as interface
@@ -385,6 +386,22 @@ def test_wrong_layers_are_refused_by_both_doors(layers, sentence):
     with pytest.raises(ValueError, match=sentence):
         ds_sparse.sparsify(model, block)
     model.config.sparse_attention = block
+    with pytest.raises(ValueError, match=sentence):
+        model.set_attn_implementation("ds_sparse")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_whose_heads_accelerate_exchanges_is_refused_by_both_doors(monkeypatch):
+    def exchange(module, query, key, value, attention_mask, **more): ...
+
+    exchange.__module__ = "accelerate.utils.sequence_parallel"
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", exchange)
+    model, sentence = (
+        make(sparse_attention=RANDOM),
+        "accelerate's sequence parallelism exchanges heads around .* 'sdpa'",
+    )
+    with pytest.raises(ValueError, match=sentence):
+        ds_sparse.sparsify(model, RANDOM)
     with pytest.raises(ValueError, match=sentence):
         model.set_attn_implementation("ds_sparse")
     assert model.config._attn_implementation == "sdpa"
@@ -1103,3 +1120,32 @@ def test_a_module_around_a_transformers_model_is_made_sparse():
     report = ds_sparse.sparsify(model, RANDOM)
     assert [entry.name for entry in report.replaced] == [f"encoder.encoder.layer.{n}.attention.self" for n in range(2)]
     assert not torch.equal(model(**batch), dense)
+
+
+@pytest.mark.parametrize("name", ["SmolVLM", "Idefics3"])
+def test_pictures_and_text_of_a_dense_layout_give_what_the_untouched_model_gives(name):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    text = sizes | {"vocab_size": 60, "num_key_value_heads": 2, "pad_token_id": 0, "model_type": "llama"}
+    cls = getattr(transformers, f"{name}ForConditionalGeneration")
+    torch.manual_seed(0)
+    model = cls(
+        cls.config_class(
+            vision_config=sizes | {"image_size": 64, "patch_size": 8}, text_config=text, image_token_id=59,
+            scale_factor=2,
+        )
+    ).double()  # fmt: skip
+    ids = torch.randint(3, 50, (2, 50))
+    ids[:, 11:27] = 59  # a quarter of 8 x 8 patches
+    seen = torch.ones(2, 1, 64, 64, dtype=torch.long)
+    seen[1, :, 32:] = 0
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_attention_mask": seen}
+    batch["pixel_values"] = torch.randn(2, 1, 3, 64, 64, dtype=torch.float64)
+    found = []
+    for block in (None, {"mode": "dense", "block": 16}):
+        if block is not None:
+            assert len(ds_sparse.sparsify(model, block).replaced) == 4
+        model.zero_grad()
+        logits = model(**batch).logits
+        logits.sin().sum().backward()
+        found.append((logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(found[1], found[0])

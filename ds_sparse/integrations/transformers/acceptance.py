@@ -15,6 +15,7 @@ from ...ops.operands import check_attention_operands
 from ..pretrained import NAME, through_interface
 from .binding import Attached, Length, local_attention_of, named, note_window, set_config
 from .causal import is_causal, note_causal
+from .tensor_parallel import why_in_parts
 from .trial import Masks, OtherKeys, Refused, Untried, Window
 from .trial import run as run_trial
 
@@ -85,6 +86,9 @@ def why_not(
         )
     if getattr(config, "output_attentions", False):
         return f"{name} has config.output_attentions, and {NAME} computes no attention probabilities; set it to False."
+    in_parts = why_in_parts()
+    if in_parts is not None:
+        return f"{name} cannot be sparse: {in_parts}"
     return _why_not_by_trial(model, layers, around)
 
 

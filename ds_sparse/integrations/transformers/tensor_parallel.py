@@ -7,26 +7,62 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...layout import is_distributed
+from ...modules.dense_attention import dense_attention
+from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention
 from .binding import attached_to, which
 from .trial import Refused
+
+_EXCHANGES = {
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": "DeepSpeed's UlyssesSPAttentionHF",
+    "accelerate.utils.sequence_parallel": "accelerate's sequence parallelism",
+}
+"""What puts an exchange of heads around attention functions of Transformers, by module."""
+
+_OWN_WAY = (
+    'leave that out, and use ds_sparse.sequence_parallel(model, group), or "sequence_parallel_size" in the DeepSpeed '
+    "JSON."
+)
+
+
+def why_in_parts() -> str | None:
+    """The sentence that says that models of this process are given parts of sequences by another library, of which
+    sparse layers would see each rank's alone; None where nothing tells of one."""
+    for name, function in ALL_ATTENTION_FUNCTIONS.items():
+        exchange = _EXCHANGES.get(getattr(function, "__module__", ""))
+        if exchange is not None:
+            return (
+                f"{exchange} exchanges heads around the attention function {name!r} for batches in parts, whose "
+                f"padding and packed documents do not come to sparse layers; {_OWN_WAY}"
+            )
+    return None
 
 
 def attention_of(layer: nn.Module, query: torch.Tensor) -> Any:
     """What computes in a layer; of a structure the part for the heads of this rank, where the query has fewer.
 
     Raises:
-        ValueError: fewer heads than the structure has, in a layer that is not dealt to ranks evenly.
+        ValueError: fewer heads than the model has, in a layer that is not dealt to ranks, or not evenly.
     """
     attention: Any = attached_to(layer).attention
+    if not isinstance(attention, StructuredAttention | LocalAttention) and attention is not dense_attention:
+        return attention  # of a trial
+    config: Any = layer.config
+    of_all, heads = config.num_attention_heads, query.shape[1]
+    if heads == of_all:
+        return attention
+    place = _place(layer)
+    if place is None:
+        raise Refused(
+            f"{which(layer)} has {of_all} heads and its attention is called with {heads}, as by what exchanges heads "
+            "around it for parts of a sequence, such as DeepSpeed's UlyssesSPAttentionHF or accelerate's sequence "
+            f"parallelism, without padding and packed documents; {_OWN_WAY}"
+        )
     if not isinstance(attention, StructuredAttention):
         return attention
-    of_all, heads = attention.sparsity_config.num_heads, query.shape[1]
-    place = None if heads == of_all else _place(layer)
-    if place is None:
-        return attention  # which says what does not fit
     rank, ranks = place
     if heads * ranks != of_all:
         raise ValueError(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import contextmanager
+from unittest import mock
+
 import deepspeed
 import torch
 import transformers
 from cases import case, refusal, run_all
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sparse
 from ds_sparse.integrations.transformers.tensor_parallel import attention_of
@@ -143,6 +150,37 @@ def deepspeeds_tensor_parallelism_deals_layouts_too():
     engine.backward(loss)
     engine.step()
     assert engine(**batch_of()).loss < loss
+
+
+@case
+def heads_that_deepspeed_exchanges_are_refused():
+    own = slice(64 * distributed.get_rank(), 64 * distributed.get_rank() + 64)
+    part = {"input_ids": batch_of()["input_ids"][:, own], "position_ids": torch.arange(128).expand(2, -1)[:, own]}
+    for block in (BLOCK, SAME | {"layers": {"0": None}}):
+        model = make("LlamaForCausalLM")
+        ds_sparse.sparsify(model, block)
+        with ulysses(model):
+            said = refusal(functools.partial(model, **part))
+        assert "layers.0.self_attn" in said and "has 4 heads and its attention is called with 2" in said, said
+        assert "UlyssesSPAttentionHF" in said and "sequence_parallel_size" in said, said
+    dense = make("LlamaForCausalLM")
+    with ulysses(dense):
+        said = refusal(lambda: ds_sparse.sparsify(dense, BLOCK))
+        assert "UlyssesSPAttentionHF exchanges heads around the attention function 'sdpa'" in said, said
+    ds_sparse.sparsify(dense, BLOCK)
+
+
+@contextmanager
+def ulysses(model):
+    """DeepSpeed's exchange of heads around the attention function that the model has."""
+    core = model.config._attn_implementation
+    deepspeed.init_distributed("gloo")
+    with mock.patch.multiple(parallel_state_sp, _SEQUENCE_PARALLEL_GROUP=None, _SEQUENCE_DATA_PARALLEL_GROUP=None):
+        UlyssesSPAttentionHF.register_with_transformers(model, core, sequence_parallel_size=2, micro_batch_size=2)
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[core]
 
 
 run_all()
