@@ -47,6 +47,7 @@ DECODERS = {
     "qwen3": (transformers.Qwen3ForCausalLM, GROUPED),
     "gemma3": (transformers.Gemma3ForCausalLM, GROUPED | LOCAL | {"query_pre_attn_scalar": 8}),
     "gpt_oss": (transformers.GptOssForCausalLM, GROUPED | LOCAL | EXPERTS),
+    "moshi": (transformers.MoshiForCausalLM, SIZES | {"head_dim": 8, "ffn_dim": 64}),
     "bert_decoder": (transformers.BertLMHeadModel, SIZES | NO_DROPOUT | {"is_decoder": True}),
 }
 STRUCTURES = {
