@@ -139,13 +139,24 @@ def of_first_head(mask: torch.Tensor, heads: int) -> torch.Tensor:
     """(B, S) from a key padding mask (B, H or 1, S) or (B, H or 1, 1, S), with a warning for H; any other as it is."""
     if mask.dim() not in (3, 4) or mask.shape[1] not in (1, heads) or mask.shape[2:-1] not in ((), (1,)):
         return mask
-    if mask.shape[1] > 1 and not torch.compiler.is_compiling():  # a warning would end the graph
-        warnings.warn(
-            f"key_padding_mask has shape {tuple(mask.shape)}, a mask a head: the first head's counts for all, as in "
-            "DeepSpeed. Give (batch, keys); masks that differ by head are an attn_mask (batch, heads, 1, keys).",
-            stacklevel=3,
-        )
+    if mask.shape[1] > 1 and torch.compiler.is_compiling():
+        _warn_in_a_trace()
+    elif mask.shape[1] > 1:
+        warnings.warn(f"key_padding_mask has shape {tuple(mask.shape)}, {_A_MASK_A_HEAD}", stacklevel=3)
     return mask[:, 0].reshape(len(mask), mask.shape[-1])
+
+
+_A_MASK_A_HEAD = (
+    "a mask a head: the first head's counts for all, as in DeepSpeed. Give (batch, keys); masks that differ by head "
+    "are an attn_mask (batch, heads, 1, keys)."
+)
+
+
+@torch.compiler.assume_constant_result
+def _warn_in_a_trace() -> None:
+    """Runs once, while torch.compile traces: a warning in the graph would end it. Without the shape, as sizes may be
+    symbols there."""
+    warnings.warn(f"key_padding_mask is {_A_MASK_A_HEAD}", stacklevel=2)
 
 
 def as_additive(name: str, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
