@@ -138,7 +138,8 @@ class Softened:
         relative = (exponent + of_total).expm1() + 2 * u
         # Powers below the smallest normal number may be 0. No probability is above 1.
         floor = torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny
-        self.probs = torch.where(probs > 0, (probs * relative).clamp(max=1), 0) + floor * live.double()
+        flushed = floor * live.double() * (1 if scored.times is None else scored.times)  # each of a pair's times
+        self.probs = torch.where(probs > 0, (probs * relative).clamp(max=1), 0) + flushed
         self.lse = (of_total + 4 * u * (scored.lse.detach().unsqueeze(-1).abs().nan_to_num(0, 0, 0) + 1)).squeeze(-1)
 
 

@@ -331,7 +331,7 @@ def spoilt_and_finite(
     """A pass forward and backward on a GPU, its operands, and the same operand of keys with NaN in some of a row."""
     layout = torch.rand(1, rows, rows, generator=seeded(2)) < 0.3
     layout[0].fill_diagonal_(True)
-    index = BlockIndex.build(layout, 64)
+    index = BlockIndex.build(layout.cuda(), 64)
     operands = [random(seeded(i), batch, 2, 64 * rows, 64, dtype=torch.bfloat16).cuda() for i in range(4)]
     spoilt = operands[1].clone()
     spoilt[0, 0, [3, 200]] = math.nan
@@ -412,7 +412,7 @@ def test_a_pass_after_one_that_had_no_memory_is_right():
             torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
             try:
                 run(query, spoilt, value, grad)
-            except torch.OutOfMemoryError:
+            except RuntimeError:  # torch.OutOfMemoryError, or what a kernel that asks for memory makes of it
                 errors += 1
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads<kN>, LargeDsdTuning<kN>::kThreadBlock
     transposed ? multiply<T, kN, true>(sums, of_stage, dense_of_stage, add)
                : multiply<T, kN, false>(sums, of_stage, dense_of_stage, add);
   };
-  run_consumer<kN>(p, memory, &out, 1, multiply_stage, [](const auto&, int, const Step&) {});
+  run_consumer<kN>(p, memory, &out, 1, multiply_stage, [](const auto&, const int2&, const Step&) {});
 }
 
 }  // namespace

@@ -124,7 +124,7 @@ __device__ __forceinline__ void store_result(
 
 // A consumer warp. own_blocks: of the bits of a step, those of the warp's rows.
 // multiply(sums, stage, live, add): sums = or += what the stage has for the warpgroup.
-// complete(sums, stage, step): what is left to do for sums that are not zeros, at the last step of a work tile.
+// complete(sums, entries, step): what is left to do for sums that are not zeros, at the last step of a work tile.
 template <int kN, class T, class M, class F, class C>
 __device__ __forceinline__ void run_consumer(
     const TileProduct<T>& p, M& memory, const CUtensorMap* out, uint32_t own_blocks, const F& multiply,
@@ -143,13 +143,14 @@ __device__ __forceinline__ void run_consumer(
       multiply(sums, pipe.index, step.live, summed != 0);
       summed |= step.live;
     }
-    const bool has_own = (summed & own_blocks) != 0;
-    if (step.head >= 0 && token >= 0 && has_own) {
-      complete(sums, pipe.index, step);
-    }
+    const int2 entries = memory.entries[pipe.index];
     warp_arrive(memory.empty[pipe.index], lane);
     if (step.head < 0) {
       continue;
+    }
+    const bool has_own = (summed & own_blocks) != 0;
+    if (token >= 0 && has_own) {
+      complete(sums, entries, step);
     }
     if (token >= 0 && step.split >= 0) {
       if (lane == 0) {

@@ -325,8 +325,8 @@ __global__ void __launch_bounds__(kThreads<T, kN, kBlock>, SmallDsdTuning<kN>::k
         warpgroup_wait<0>();
         warpgroup_fence_operand(sums);
       },
-      [&](float (&sums)[kN / 2], int stage, const Step& step) {
-        sum_again_if_not_finite<kN, kBlock, kTransposed>(sums, p, values, dense_rows, memory.entries[stage], step);
+      [&](float (&sums)[kN / 2], const int2& entries, const Step& step) {
+        sum_again_if_not_finite<kN, kBlock, kTransposed>(sums, p, values, dense_rows, entries, step);
       });
 }
 
