@@ -66,6 +66,14 @@ def outside_of_graphs(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     return make
 
 
+def while_traced(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Decorates what runs once while torch.compile traces, and is no part of the graph. As
+    `torch.compiler.assume_constant_result`, which would import all of torch.compile."""
+    run_once: Any = run
+    run_once._dynamo_marked_constant = True
+    return run
+
+
 def plain(name: str, x: torch.Tensor) -> torch.Tensor:
     """x without what torch.func.grad and vjp wrap around it.
 

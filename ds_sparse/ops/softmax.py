@@ -8,6 +8,7 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..index import BlockIndex, as_index
+from ..index.lasting import while_traced
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, check_scale, require_kernel
 from ._on_layout import OnLayout
@@ -152,7 +153,7 @@ _A_MASK_A_HEAD = (
 )
 
 
-@torch.compiler.assume_constant_result
+@while_traced
 def _warn_in_a_trace() -> None:
     """Runs once, while torch.compile traces: a warning in the graph would end it. Without the shape, as sizes may be
     symbols there."""

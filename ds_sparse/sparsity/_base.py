@@ -297,6 +297,13 @@ class SparsityConfig:
             )
         if self._says("seed") is not None and not self.draws_random_blocks:
             yield "seed", "seed changes nothing here: this structure draws no random blocks."
+        width = self._says("num_sliding_window_blocks", 1)
+        if width % 2 == 0:
+            yield (
+                "num_sliding_window_blocks",
+                f"a sliding window of {width} blocks counts as one of {width + 1}, as in DeepSpeed: it reaches "
+                f"{width // 2} blocks from the diagonal.",
+            )
 
     def cautions_at(self, blocks: int) -> Iterator[tuple[str, str]]:
         """(option, sentence) for each choice that does nothing in rows of so many blocks, for the JSON reader."""
@@ -542,16 +549,6 @@ def windows(sizes: list[int], blocks: int, unidirectional: bool) -> RowStep:
         live[:, first:end].logical_or_(mask.tril_(rows.start - first) if unidirectional else mask)
 
     return step
-
-
-def even_window(width: int) -> Iterator[tuple[str, str]]:
-    """The caution about a window that `sliding_window` makes one block wider."""
-    if width % 2 == 0:
-        yield (
-            "num_sliding_window_blocks",
-            f"a sliding window of {width} blocks counts as one of {width + 1}, as in DeepSpeed: it reaches "
-            f"{width // 2} blocks from the diagonal.",
-        )
 
 
 def sliding_window(blocks: int, width: int, unidirectional: bool) -> RowStep:

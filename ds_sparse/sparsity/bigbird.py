@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -12,7 +11,6 @@ from ._base import (
     SparsityConfig,
     WindowWidth,
     declared,
-    even_window,
     global_blocks_fit,
     random_blocks_fit,
     require,
@@ -71,10 +69,6 @@ class BigBirdSparsityConfig(SparsityConfig):
     json_rules = (first_row_has_one_candidate,)
     length_rules = (random_blocks_fit, window_fits, global_blocks_fit)
     json_defaults: ClassVar[dict[str, Any]] = {"num_random_blocks": 0}
-
-    def cautions(self) -> Iterator[tuple[str, str]]:
-        yield from super().cautions()
-        yield from even_window(self.num_sliding_window_blocks)
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         layout = self.set_random_layout(h, layout)

@@ -13,7 +13,6 @@ from ._base import (
     SparsityConfig,
     WindowWidth,
     declared,
-    even_window,
     global_ranges,
     indices_beyond,
     indices_reach_the_row,
@@ -62,10 +61,6 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
     rules = (ranges_pair_up, ranges_run_forward)
     length_rules = (window_fits, indices_reach_the_row)
-
-    def cautions(self) -> Iterator[tuple[str, str]]:
-        yield from super().cautions()
-        yield from even_window(self.num_sliding_window_blocks)
 
     def cautions_at(self, blocks: int) -> Iterator[tuple[str, str]]:
         yield from super().cautions_at(blocks)

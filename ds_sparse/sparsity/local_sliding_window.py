@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -11,7 +10,6 @@ from ._base import (
     SparsityConfig,
     WindowWidth,
     declared,
-    even_window,
     set_rows,
     sliding_window,
     window_fits,
@@ -50,10 +48,6 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     attention: Attention = "unidirectional"
 
     length_rules = (window_fits,)
-
-    def cautions(self) -> Iterator[tuple[str, str]]:
-        yield from super().cautions()
-        yield from even_window(self.num_sliding_window_blocks)
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         return self.set_sliding_window_layout(h, layout)

@@ -978,6 +978,15 @@ def test_a_model_that_takes_other_inputs_is_refused():
         ds_sparse.sparsify(TakesMore(transformers.BertConfig(**SMALL)), RANDOM)
 
 
+def test_a_model_that_reads_a_number_of_a_tensor_is_refused_with_that():
+    class Reads(transformers.BertModel):
+        def forward(self, input_ids, **more):
+            return super().forward(input_ids % int(self.embeddings.word_embeddings.weight.sum()), **more)
+
+    with pytest.raises(ValueError, match=r"reads a number of a tensor, as \.item\(\) does.*if it is a part of a model"):
+        ds_sparse.sparsify(Reads(transformers.BertConfig(**SMALL)), RANDOM)
+
+
 def test_an_encoder_that_only_its_model_gives_inputs_is_tried_with_it():
     model, inputs = make((transformers.DINOv3ViTModel, VISION)).eval(), make_inputs(PICTURE)
     truth = model.double()(**inputs)[0]

@@ -32,6 +32,8 @@ OPERATORS = ("token_attention_forward", "token_attention_backward")
 CLOSE_ON_CUDA = {torch.float32: (1e-4, 3e-5), torch.float16: (4e-3, 6e-3), torch.bfloat16: (2e-2, 4e-2)}
 """rtol and atol: kernels round probabilities, and rows that are made again have them as they are."""
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+
 POISONS = (math.nan, math.inf, -math.inf)
 KEY_SIDE = ("key", "value", "key and value")
 OPERANDS = (*KEY_SIDE, "query", "grad")
@@ -363,11 +365,13 @@ def replay_with_each(*, is_captured_first: bool) -> None:
 
 
 @pytest.mark.gpu
+@NO_GPU
 def test_graphs_are_replayed_with_what_is_finite_and_what_is_not():
     replay_with_each(is_captured_first=False)
 
 
 @pytest.mark.gpu
+@NO_GPU
 def test_the_first_pass_of_a_process_may_be_captured():
     command = "import test_poison; test_poison.replay_with_each(is_captured_first=True)"
     subprocess.run(
@@ -377,6 +381,7 @@ def test_the_first_pass_of_a_process_may_be_captured():
 
 
 @pytest.mark.gpu
+@NO_GPU
 def test_threads_with_streams_of_their_own_do_not_disturb_each_other():
     run, (query, key, value, grad), spoilt = spoilt_and_finite()
     expected = [run(query, keys, value, grad) for keys in (key, spoilt)]
@@ -400,6 +405,7 @@ def test_threads_with_streams_of_their_own_do_not_disturb_each_other():
 
 
 @pytest.mark.gpu
+@NO_GPU
 def test_a_pass_after_one_that_had_no_memory_is_right():
     """An error between the kernels of a pass leaves nothing behind that the next one would take for its own."""
     run, (query, key, value, grad), spoilt = spoilt_and_finite(rows=64, batch=32)  # tensors of 32 MiB each

@@ -115,10 +115,14 @@ def _why_not_by_trial(
     except Refused as refusal:
         return f"{name} cannot be sparse: {refusal}"
     except Untried as error:
-        another = "a part of the model without this one" if around else "the whole model"
+        another = (
+            "give ds_sparse.sparsify a part of the model without this one, or train it dense"
+            if around
+            else "if it is a part of a model, give ds_sparse.sparsify that, else train it dense"
+        )
         return (
             f"{name} did not run on inputs that ds_sparse made up, without data, to see what its attention does "
-            f"({error}); give ds_sparse.sparsify {another}, or train it dense."
+            f"({error}); {another}."
         )
     layers = self_attention(layers)
     dropping = {

@@ -93,7 +93,7 @@ def refuse_other_masks(module: nn.Module, mask: torch.Tensor | None) -> None:
             f"{which(module)} is causal and has {mask.shape[-2]} queries and room for {mask.shape[-1]} keys, as in a "
             "static cache of layers with a window, or in the cache that a sliding_window in the config makes for "
             f"layers without one, which {NAME} does not take; generate with the default cache, without "
-            "cache_implementation, and set a config.sliding_window that no layer reads to None."
+            "cache_implementation; where no layer reads config.sliding_window, set it to None or above all lengths."
         )
     raise Refused(
         f"{which(module)} is causal, and its model makes a mask of more than causality and padding for it, as for "

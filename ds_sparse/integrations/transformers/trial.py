@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ...models.fake_copy import fake_copy, first_line
 from ...models.in_trial import in_trial
@@ -120,6 +121,8 @@ def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
             problem = problem or error  # of the likeliest inputs
     if problem is None:
         problem = TypeError(f"its forward takes ({', '.join(inspect.signature(model.forward).parameters)})")
+    if isinstance(problem, DataDependentOutputException):
+        raise Untried("its forward reads a number of a tensor, as .item() does, and there is none") from problem
     raise Untried(first_line(problem)) from problem
 
 
