@@ -284,7 +284,7 @@ def _in_blocks(
 
     past = range(min(first, columns))
     ahead = range(first, min(rows.stop, columns))
-    if options.causal and options.adds_floats and len(past) and len(ahead):
+    if options.causal and options.adds_floats and len(past) and len(ahead) and not parts.is_empty(rows, past):
         # lse of a row whose biases are all far below 0 does not tell of how many keys it is, so nothing can be merged.
         options = options.with_order_in_mask(query, first * block, keys)
         columns = ahead.stop
