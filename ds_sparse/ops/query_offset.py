@@ -282,27 +282,26 @@ def _in_blocks(
         query, options = pad(query, (0, 0, before, 0)), options.after_queries(before, query)
     options = options.away(-first * block)
 
-    past = range(min(first, columns))
-    ahead = range(first, min(rows.stop, columns))
-    if options.causal and options.adds_floats and len(past) and len(ahead) and not parts.is_empty(rows, past):
-        # lse of a row whose biases are all far below 0 does not tell of how many keys it is, so nothing can be merged.
-        options = options.with_order_in_mask(query, first * block, keys)
-        columns = ahead.stop
+    past, ahead = range(min(first, columns)), range(first, min(rows.stop, columns))
 
-    def call(columns: range, causal: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def call(options: Options, columns: range) -> tuple[Tensor, Tensor]:
         part = slice(columns.start * block, min(columns.stop * block, keys))
-        given = options.of_keys(part)._replace(causal=causal, sinks=sinks)._asdict()
         index = parts.index(rows, columns, device)
+        given = options.of_keys(part)._asdict()
         return attend(query, key[:, :, part], value[:, :, part], index, return_lse=True, **given)
 
+    of_past = options._replace(causal=False)
     if not options.causal:
-        output, lse = call(range(columns), False, options.sinks)
+        output, lse = call(options, range(columns))
     elif len(past) == 0 or (len(ahead) and parts.is_empty(rows, past)):
-        output, lse = call(ahead, True, options.sinks)
+        output, lse = call(options, ahead)
     elif len(ahead) == 0:
-        output, lse = call(past, False, options.sinks)
+        output, lse = call(of_past, past)
+    elif options.adds_floats:
+        # lse of a row whose biases are all far below 0 does not tell of how many keys it is, so nothing can be merged.
+        output, lse = call(options.with_order_in_mask(query, first * block, keys), range(ahead.stop))
     else:
-        output, lse = merged(call(past, False, None), call(ahead, True, options.sinks))
+        output, lse = merged(call(of_past._replace(sinks=None), past), call(options, ahead))
     return output[:, :, before:], lse[:, :, before:]
 
 

@@ -245,7 +245,7 @@ def test_behind_a_key_padding_mask(device: str, option: str, dtype: torch.dtype)
         attention = on_blocks(block, device, option)
         batch, _, _, keys = attention.seen.shape
         hidden = ~attention.seen.any((1, 2)).unsqueeze(1).expand(batch, attention.key_heads, keys)
-        for operand in ("key and value", "key"):  # of a value alone dropout would drop nothing
+        for operand in ("key and value", "key"):  # where values are finite, a row whose NaN are all dropped is
             check(attention, operand, hidden, poison, dtype, device)
 
 
