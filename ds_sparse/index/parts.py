@@ -93,16 +93,18 @@ class Parts:
     def is_empty(self, rows: range, columns: range) -> bool:
         return not self.layout[:, rows.start : rows.stop, columns.start : columns.stop].any()
 
-    def index(self, rows: range, columns: range, device: torch.device) -> BlockIndex:
-        """The index of some rows and columns alone, built at first use."""
+    def index(self, rows: range, columns: range, device: torch.device, up_to_own: bool = False) -> BlockIndex:
+        """The index of some rows and columns alone, where asked for of each row's columns up to its own; built at first
+        use."""
 
         @lasting
         def build() -> BlockIndex:
             refuse_captured("The index of rows of a layout cannot be built", device, "call once before the capture.")
             part = self.layout[:, rows.start : rows.stop, columns.start : columns.stop]
+            part = part.tril(rows.start - columns.start) if up_to_own else part
             return BlockIndex.build(part.to(device), self.block)
 
-        return kept(self._indices, (rows, columns, device), build, MOST_PARTS)
+        return kept(self._indices, (rows, columns, device, up_to_own), build, MOST_PARTS)
 
     def keys_seen(
         self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool, device: torch.device

@@ -98,12 +98,15 @@ class Options(NamedTuple):
         """Those of queries from position `first` on, with causality as a part of attn_mask."""
         positions = torch.arange(first, first + query.shape[2], device=query.device)
         seen = torch.arange(keys, device=query.device) <= positions[:, None]
-        mask = self.attn_mask
+        mask, rpe = self.attn_mask, self.rpe
+        if mask is not None and mask.dtype != torch.bool and rpe is None and self.distance_bias is None:
+            # rpe may be the same for all queries, and then it stays so; a mask that has the order, too, may not.
+            mask, rpe = None, mask
         if mask is None or mask.dtype == torch.bool:
             mask = seen if mask is None else mask & seen
         else:
             mask = mask.masked_fill(~seen, float("-inf"))
-        return self._replace(causal=False, attn_mask=mask)
+        return self._replace(causal=False, attn_mask=mask, rpe=rpe)
 
     def with_wide_gradients(self, dtype: torch.dtype) -> Options:
         """Those whose gradients, of several calls and sequences, are added up in `dtype` or wider."""
@@ -284,9 +287,9 @@ def _in_blocks(
 
     past, ahead = range(min(first, columns)), range(first, min(rows.stop, columns))
 
-    def call(options: Options, columns: range) -> tuple[Tensor, Tensor]:
+    def call(options: Options, columns: range, up_to_own: bool = False) -> tuple[Tensor, Tensor]:
         part = slice(columns.start * block, min(columns.stop * block, keys))
-        index = parts.index(rows, columns, device)
+        index = parts.index(rows, columns, device, up_to_own)
         given = options.of_keys(part)._asdict()
         return attend(query, key[:, :, part], value[:, :, part], index, return_lse=True, **given)
 
@@ -299,7 +302,7 @@ def _in_blocks(
         output, lse = call(of_past, past)
     elif options.adds_floats:
         # lse of a row whose biases are all far below 0 does not tell of how many keys it is, so nothing can be merged.
-        output, lse = call(options.with_order_in_mask(query, first * block, keys), range(ahead.stop))
+        output, lse = call(options.with_order_in_mask(query, first * block, keys), range(ahead.stop), up_to_own=True)
     else:
         output, lse = merged(call(of_past._replace(sinks=None), past), call(options, ahead))
     return output[:, :, before:], lse[:, :, before:]

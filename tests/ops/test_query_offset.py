@@ -39,7 +39,7 @@ def compare(device: str, layout, live, offsets, inputs: dict, **options) -> None
     found = block_sparse_attention(**ours, layout=layout, block=block, query_offset=offsets, return_lse=True, **options)
 
     def of(name: str, x: torch.Tensor, i: int) -> torch.Tensor:
-        is_whole = name == "sinks" or (name in ("rpe", "attn_mask") and x.dim() < 4) or len(x) == 1
+        is_whole = name in ("sinks", "distance_bias") or (name in ("rpe", "attn_mask") and x.dim() < 4) or len(x) == 1
         return x if is_whole else x[i : i + 1]
 
     results = [
@@ -107,6 +107,15 @@ def test_blocks_and_numbers_of_queries(device: str, block: int, tokens: int):
     offset = inputs["key"].shape[2] - tokens
     if offset >= 0:
         compare(device, live, live, offset, inputs, causal=True, block=block)
+
+
+def test_many_causal_queries_with_floats_of_keys_and_of_distances(device: str):
+    rng = seeded(3)
+    live = torch.rand(2, 8, 8, generator=rng) < 0.6
+    for mask, more in (((1, 96), {}), ((2, 2, 40, 96), {}), ((1, 96), {"distance_bias": random(rng, 2, 2 * 128 - 1)})):
+        inputs = {name: random(rng, 2, 2, n, 8) for name, n in (("query", 40), ("key", 96), ("value", 96))}
+        inputs |= {"attn_mask": random(rng, *mask), **more}
+        compare(device, live, live, 53, inputs, causal=True, block=16)
 
 
 def test_a_sequence_in_pieces_is_the_sequence(device: str):
