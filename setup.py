@@ -1,22 +1,26 @@
 """Builds csrc/ into ds_sparse/lib: libds_sparse_cpu.so always, libds_sparse_cuda.so where it can be used.
 
-DS_SPARSE_CUDA=1 builds the CUDA library without a GPU driver (nvcc has to be there), DS_SPARSE_CUDA=0 never builds it;
-unset, it is built when nvcc and a GPU driver are found. CXX and CUDA_HOME choose the compilers. Compilers are called
-directly: torch's CUDAExtension refuses beside a CPU-only torch, and with the stable ABI nothing else of it is needed.
+DS_SPARSE_CUDA=1 builds the CUDA library without a GPU (nvcc has to be there), DS_SPARSE_CUDA=0 never builds it; unset,
+it is built when nvcc and a GPU are found. It is compiled for what TORCH_CUDA_ARCH_LIST names, else for the GPUs here.
+CXX and CUDA_HOME choose the compilers, MAX_JOBS how many run at a time. Compilers are called directly: torch's
+CUDAExtension refuses beside a CPU-only torch, and with the stable ABI nothing else of it is needed.
 
 DS_SPARSE_WHEEL=1 is .ci/wheel's: machine code for all the chips of the wheel, linked for an older glibc.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,21 +50,28 @@ if platform.machine().lower() in ("x86_64", "amd64"):
         "amx_bf16": [*AVX512, "-mavx512bf16", "-DDS_SPARSE_TILES"],
     }
 CUDA_FLAGS = "-std=c++20 -O3 --expt-relaxed-constexpr -Xcompiler -fPIC,-fvisibility=hidden -DUSE_CUDA".split()
-# Machine code for Ampere and Hopper, PTX for what comes after; sources named *_sm90.cu use what only Hopper has.
-PORTABLE_TARGETS = "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90]".split()
-HOPPER_TARGETS = ["-gencode=arch=compute_90a,code=sm_90a"]
-WHEEL_TARGETS = [
-    *PORTABLE_TARGETS,
-    *"-gencode=arch=compute_100,code=sm_100 -gencode=arch=compute_120,code=sm_120".split(),
-]
+# Compute capabilities, as TORCH_CUDA_ARCH_LIST has them. Machine code for the first of a generation runs on all of it;
+# PTX, on later generations.
+GENERATIONS = {8: "8.0", 9: "9.0", 10: "10.0", 12: "12.0"}
+NAMES = {"ampere": (8,), "ada": (8,), "hopper": (9,), "blackwell": (10, 12)}
+WHEEL_CAPABILITIES = ["8.0", "9.0+PTX", "10.0", "12.0"]
+CAPABILITIES_WITHOUT_GPU = ["8.0", "9.0+PTX"]
+HOPPER_CAPABILITIES = ["9.0a"]
+"""Of sources named *_sm90.cu, which use what only Hopper has."""
 if WHEEL:
-    PORTABLE_TARGETS = WHEEL_TARGETS
     CUDA_FLAGS.append("--compress-mode=size")
 LICENSE = "Apache-2.0"
 
 
 class BuildLibraries(build_ext):
-    """Compiles each Extension's sources with plain compiler calls; recompiles what changed."""
+    """Compiles each Extension's sources with plain compiler calls; recompiles what changed. A second build at the same
+    time waits for the first."""
+
+    def run(self) -> None:
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        with (OBJECTS / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))
@@ -93,14 +104,69 @@ def build_cuda_library() -> Path:
     nvcc = [nvcc, "-ccbin", compiler]
     base = [*nvcc, *CUDA_FLAGS, *common_flags(torch, "-Xcompiler")]
     steps = []
+    capabilities = cuda_capabilities()
     for source in cuda_sources():
-        targets = HOPPER_TARGETS if source.stem.endswith("_sm90") else PORTABLE_TARGETS
+        targets = targets_of(HOPPER_CAPABILITIES if source.stem.endswith("_sm90") else capabilities)
         steps.append((source, "", [*base, *targets, "-c", str(source)]))
     libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-ltorch_cuda"]
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         libraries.insert(0, f"-L{empty_torch_cuda(compiler)}")
     libraries += [*cuda_runtime(nvcc), *system_libraries(compiler)]
     return build_library("libds_sparse_cuda.so", steps, [compiler, "-shared", "-s"], libraries)
+
+
+def cuda_capabilities() -> list[str]:
+    """What portable sources are compiled for."""
+    if WHEEL:
+        return WHEEL_CAPABILITIES
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    found = set()
+    for word in listed or gpus():
+        name, _, ptx = word.partition("+")
+        number = re.fullmatch(r"(\d+)\.\d[af]?", name)
+        for major in [int(number[1])] if number else NAMES.get(name.lower(), [0]):
+            if major in GENERATIONS:
+                found.add(GENERATIONS[major] + ("+PTX" if ptx else ""))
+            elif listed and 0 < major < 8:
+                print(f"ds_sparse: TORCH_CUDA_ARCH_LIST has {word}, and kernels are for 8.0 and later", flush=True)
+            elif listed:
+                raise SystemExit(
+                    f"TORCH_CUDA_ARCH_LIST has {word!r}; name compute capabilities 8, 9, 10, 12, as in '8.6 9.0+PTX', "
+                    "or leave it unset: then it is built for the GPUs of this machine."
+                )
+            else:
+                return CAPABILITIES_WITHOUT_GPU  # PTX is what a GPU of another generation can run
+    if listed and not found:
+        raise SystemExit("TORCH_CUDA_ARCH_LIST has nothing that kernels are for; add 8.0 or later, or leave it unset.")
+    return sorted(found - {x.removesuffix("+PTX") for x in found if "+" in x}) or CAPABILITIES_WITHOUT_GPU
+
+
+def targets_of(capabilities: list[str]) -> list[str]:
+    """nvcc's flags for them."""
+    flags = []
+    for capability in capabilities:
+        number, _, ptx = capability.replace(".", "").partition("+")
+        code = f"[sm_{number},compute_{number}]" if ptx else f"sm_{number}"
+        flags.append(f"-gencode=arch=compute_{number},code={code}")
+    return flags
+
+
+def gpus() -> list[str]:
+    """Compute capabilities of this machine's GPUs, such as 9.0; nothing without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, device, major, minor = (ctypes.c_int() for _ in range(4))
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found = set()
+    for number in range(count.value):
+        driver.cuDeviceGet(ctypes.byref(device), number)
+        for value, attribute in ((major, 75), (minor, 76)):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        found.add(f"{major.value}.{minor.value}")
+    return sorted(found)
 
 
 def common_flags(torch: Path, *for_host: str) -> list[str]:
@@ -112,20 +178,32 @@ def common_flags(torch: Path, *for_host: str) -> list[str]:
 
 def build_library(name: str, steps: list[tuple[Path, str, list[str]]], link: list[str], libraries: list[str]) -> Path:
     """Runs the compile steps (source, variant, command), as many at a time as there are cores, and links."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = list(pool.map(lambda step: compile_object(*step), steps))
+    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    done = itertools.count(1)
+
+    def compiled(step: tuple[Path, str, list[str]]) -> tuple[Path, str]:
+        began = time.monotonic()
+        target, stamp, is_new = compile_object(*step)
+        number = next(done)
+        if is_new:
+            took = time.monotonic() - began
+            print(f"ds_sparse: {name} {number}/{len(steps)}: {target.relative_to(OBJECTS)}, {took:.0f} s", flush=True)
+        return target, stamp
+
+    with ThreadPoolExecutor(jobs) as pool:
+        built = list(pool.map(compiled, steps))
     library = OBJECTS / name
     link = [*link, "-o", str(library), *(str(path) for path, _ in built), *libraries]
     run_unless_current(link, library, digest(*(stamp.encode() for _, stamp in built), repr(link).encode()))
     return library
 
 
-def compile_object(source: Path, variant: str, command: list[str]) -> tuple[Path, str]:
+def compile_object(source: Path, variant: str, command: list[str]) -> tuple[Path, str, bool]:
+    """The object, its stamp, and whether it had to be made."""
     target = OBJECTS / source.relative_to(CSRC).with_suffix(f".{variant}.o" if variant else ".o")
     files = (path.read_bytes() for path in sorted(included_by(source)))
     stamp = digest(*files, repr(command).encode(), importlib.metadata.version("torch").encode())
-    run_unless_current([*command, "-o", str(target)], target, stamp)
-    return target, stamp
+    return target, stamp, run_unless_current([*command, "-o", str(target)], target, stamp)
 
 
 def included_by(source: Path) -> set[Path]:
@@ -139,19 +217,20 @@ def included_by(source: Path) -> set[Path]:
     return found
 
 
-def run_unless_current(command: list[str], target: Path, stamp: str) -> None:
-    """Runs a command that writes `target`, unless the stamp beside the target says that it is from the same inputs."""
+def run_unless_current(command: list[str], target: Path, stamp: str) -> bool:
+    """Runs a command that writes `target`, unless the stamp beside the target says that it is from the same inputs;
+    returns whether it ran."""
     stamp_file = target.with_name(target.name + ".stamp")
     if target.exists() and stamp_file.exists() and stamp_file.read_text() == stamp:
-        return
+        return False
     target.parent.mkdir(parents=True, exist_ok=True)
     stamp_file.unlink(missing_ok=True)
-    print(f"building {target.relative_to(OBJECTS)}", flush=True)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     sys.stderr.write(result.stdout + result.stderr)
     if result.returncode:
         raise SystemExit(f"Building {target.name} failed with status {result.returncode}: {' '.join(command)}")
     stamp_file.write_text(stamp)
+    return True
 
 
 def digest(*parts: bytes) -> str:
@@ -186,14 +265,6 @@ def find_nvcc() -> str | None:
     return shutil.which(str(Path(home) / "bin" / "nvcc")) or shutil.which("nvcc")
 
 
-def has_gpu_driver() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
 def wants_cuda() -> bool:
     choice = os.environ.get("DS_SPARSE_CUDA", "")
     if choice not in ("", "0", "1"):
@@ -204,7 +275,7 @@ def wants_cuda() -> bool:
         raise SystemExit(
             "DS_SPARSE_CUDA is 1 and no nvcc was found; install CUDA, set CUDA_HOME, or unset DS_SPARSE_CUDA."
         )
-    return choice == "1" or (choice == "" and find_nvcc() is not None and has_gpu_driver())
+    return choice == "1" or (choice == "" and find_nvcc() is not None and bool(gpus()))
 
 
 def empty_torch_cuda(compiler: str) -> Path:

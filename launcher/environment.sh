@@ -27,7 +27,7 @@ find_compiler() {
 }
 
 prepare() {
-  local venv=$root/.venv stamp=$root/.venv/ds_sparse-$extras.stamp python wanted pinned
+  local venv=$root/.venv stamp=$root/.venv/ds_sparse-$extras.stamp python wanted pinned compiling
   find_compiler
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python) || exit 1
@@ -37,19 +37,25 @@ prepare() {
   fi
   wanted=$(cat "$root/pyproject.toml" "$root/setup.py" | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-    (cd "$root" && "$venv/bin/python" setup.py --quiet build_ext --inplace) || stop "the native library could not be built; the reason is above."
+    build || stop "the native library could not be built; the reason is above."
     return
   fi
-  echo "ds_sparse: installing torch into .venv (once, a minute or two)"
+  echo "ds_sparse: installing torch into .venv (once, half a minute or more)"
   pinned=$("$venv/bin/python" -c 'import sys, tomllib; print(*tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"])' \
     "$root/pyproject.toml") || stop "pyproject.toml cannot be read; the reason is above."
   # Unquoted: one word for each requirement.
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pinned \
     || stop "pip could not install torch; the reason is above (no network, no space, or a Python that torch 2.13 has no wheel for)."
-  echo "ds_sparse: installing the other requirements, and compiling (once, some minutes)"
+  echo "ds_sparse: compiling the native library, and installing the other requirements (once, one or two minutes)"
+  build &
+  compiling=$!
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable "$root${extras:+[$extras]}" \
     || stop "pip could not install ds_sparse; the reason is above."
+  wait $compiling || stop "the native library could not be built; the reason is above."
   echo "$wanted" >"$stamp"
 }
+
+# A line for each file that is compiled.
+build() { (cd "$root" && "$root/.venv/bin/python" setup.py --quiet build_ext --inplace); }
 
 prepare

@@ -4,6 +4,19 @@ import pytest
 import torch
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for mark in item.iter_markers("slow"):
+        if len(mark.args) != 1 or not isinstance(mark.args[0], str):
+            raise pytest.UsageError(f"{item.nodeid} is marked slow; say why, as in slow('trains for a minute')")
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> None:
+    """A process group of this process alone, which stays: DeepSpeed keeps groups of the one that it found first."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Each device that kernels are written for; skipped with the reason where it is not there."""

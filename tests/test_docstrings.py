@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-import deepspeed  # says once which accelerator it takes, and not amid an example
+import deepspeed  # noqa: F401  says once which accelerator it takes, and not amid an example
 import pytest
 import torch
 from snippets import ROOT
@@ -108,21 +108,17 @@ def examples(name: str) -> list[doctest.DocTest]:
 
 
 @pytest.fixture
-def without_ranks() -> Iterator[None]:
-    """Ends the process group that an example begins, and takes back what that writes into the environment."""
-    before, had_group = dict(os.environ), torch.distributed.is_initialized()
+def environment(one_rank: None) -> Iterator[None]:
+    """Takes back what an example that begins a process group writes into it."""
+    before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
-    if torch.distributed.is_initialized() and not had_group:
-        torch.distributed.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
 
 
-@pytest.mark.usefixtures("without_ranks")
+@pytest.mark.usefixtures("environment", "registry")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.usefixtures("registry")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_examples_run_and_print_what_they_say(name: str):
     torch.manual_seed(0)

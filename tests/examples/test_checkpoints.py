@@ -13,11 +13,11 @@ from pathlib import Path
 import damage_table
 import pytest
 import torch
-import torch.distributed as dist
 
 import checkpoints
 from damage import sealed
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 TERMS = {"seed": 1}
 
 
@@ -41,18 +41,6 @@ class Engine:
             return None, None
         self.weights = torch.load(path, weights_only=False)["module"]  # as DeepSpeed does
         return str(path), {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    """A process group of this process alone; a test before may have left one."""
-    if dist.is_initialized():
-        assert dist.get_world_size() == 1
-        yield
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
 
 
 def save(folder, *steps):

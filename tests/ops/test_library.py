@@ -484,25 +484,18 @@ def test_jit_trace_of_a_model_is_refused():
         torch.jit.trace(module, tuple(torch.zeros(3, 1, 2, 32, 8)))
 
 
-def test_distributed_tensors_are_asked_for_their_local_part(tmp_path):
-    from torch import distributed
+@pytest.mark.usefixtures("one_rank")
+def test_distributed_tensors_are_asked_for_their_local_part():
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-    alone = not distributed.is_initialized()  # tests with DeepSpeed leave a group of one process
-    if alone:
-        distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for call, shapes in operations("cpu").values():
-            given = inputs("cpu", shapes)
-            with pytest.raises(ValueError, match=r"is a DTensor, .* give \w+\.to_local\(\)"):
-                call(distribute_tensor(given[0], mesh), *given[1:])
-        layout = distribute_tensor(torch.ones(2, 2, dtype=torch.bool), mesh)
-        with pytest.raises(TypeError, match=r"got one that is a DTensor; give layout\.full_tensor\(\)"):
-            BlockIndex.build(layout, 16)
-    finally:
-        if alone:
-            distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    for call, shapes in operations("cpu").values():
+        given = inputs("cpu", shapes)
+        with pytest.raises(ValueError, match=r"is a DTensor, .* give \w+\.to_local\(\)"):
+            call(distribute_tensor(given[0], mesh), *given[1:])
+    layout = distribute_tensor(torch.ones(2, 2, dtype=torch.bool), mesh)
+    with pytest.raises(TypeError, match=r"got one that is a DTensor; give layout\.full_tensor\(\)"):
+        BlockIndex.build(layout, 16)
 
 
 @pytest.mark.parametrize("name", list(operations("cpu")))
