@@ -102,7 +102,8 @@ def build_cpu_library() -> Path:
 def build_cuda_library() -> Path:
     compiler, nvcc, torch = find_cxx(), find_nvcc(), find_torch()
     nvcc = [nvcc, "-ccbin", compiler]
-    base = [*nvcc, *CUDA_FLAGS, *common_flags(torch, "-Xcompiler")]
+    # With as many threads for one file as there are cores: it leaves machine code as it is.
+    base = [*nvcc, "--split-compile=0", *CUDA_FLAGS, *common_flags(torch, "-Xcompiler")]
     steps = []
     capabilities = cuda_capabilities()
     for source in cuda_sources():

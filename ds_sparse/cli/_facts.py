@@ -61,6 +61,7 @@ class Facts:
     cuda_error: str = ""
     driver_cuda: int = 0
     runtime_cuda: int = 0
+    has_machine_code: bool = True
     libraries: dict[str, Library] = field(default_factory=dict)
     operators_error: str = ""
     operations: dict[str, dict[str, dict[str, list[str]]]] = field(default_factory=dict)
@@ -120,12 +121,14 @@ def _look_at_gpu(facts: Facts) -> None:
 
 
 def _look_at_libraries(facts: Facts) -> None:
+    import torch
+
     from .. import native
 
     for name, path in (("CPU", native.CPU_LIBRARY), ("CUDA", native.CUDA_LIBRARY)):
         facts.libraries[name] = Library(path.exists(), _state(name, path, facts))
     try:
-        from ..ops._library import HOPPER_OPERATORS, OPERATORS, cuda_versions, missing_kernels
+        from ..ops._library import HOPPER_OPERATORS, OPERATORS, cuda_versions, has_machine_code, missing_kernels
     except Exception as error:  # noqa: BLE001
         facts.operators_error = without_paths(error)
         return
@@ -135,6 +138,7 @@ def _look_at_libraries(facts: Facts) -> None:
         facts.libraries["CUDA"].missing = missing_kernels("cuda", OPERATORS + HOPPER_OPERATORS)
         try:
             facts.runtime_cuda, facts.driver_cuda = cuda_versions()
+            facts.has_machine_code = not facts.gpu or has_machine_code(torch.device("cuda"))
         except (OSError, AttributeError) as error:
             facts.libraries["CUDA"].state = without_paths(error)
 

@@ -90,6 +90,12 @@ def _of_gpus(facts: Facts) -> Iterator[Problem]:
             f"torch can use {facts.gpu}, and the CUDA library is not built: operations run on the CPU alone.",
             "install nvcc, and reinstall with DS_SPARSE_CUDA=1 set before pip install --no-build-isolation .",
         )
+    elif not facts.has_machine_code:
+        yield Problem(
+            f"The CUDA library was compiled for other GPUs than {facts.gpu}, of compute capability "
+            f"{facts.gpu_capability}.",
+            f"compile it on this machine, or with TORCH_CUDA_ARCH_LIST='{facts.gpu_capability}' set.",
+        )
     if facts.driver_cuda and facts.driver_cuda // 1000 < facts.runtime_cuda // 1000:
         yield Problem(
             f"The CUDA library is of CUDA {facts.runtime_cuda // 1000}, and the driver serves CUDA "

@@ -146,6 +146,7 @@ def require_kernel(operator: str, device: torch.device) -> None:
     if not missing_kernels(device.type, [operator]):
         if device.type == "cuda":
             check_driver(*cuda_versions())
+            check_machine_code(device)
         return
     if device.type == "cuda" and not CUDA_LIBRARY.exists():
         raise RuntimeError(
@@ -172,4 +173,23 @@ def check_driver(runtime: int, driver: int) -> None:
             f"ds_sparse's CUDA library is of CUDA {major}, and this machine's GPU driver serves CUDA {driver // 1000}."
             f"{driver % 1000 // 10} at most; update the driver, or build ds_sparse from source with nvcc of CUDA "
             f"{driver // 1000}."
+        )
+
+
+@functools.cache
+def has_machine_code(device: torch.device) -> bool:
+    """Whether the CUDA library has code that the GPU runs."""
+    has_code = ctypes.CDLL(str(CUDA_LIBRARY)).ds_sparse_cuda_has_code_for_gpu
+    has_code.restype = ctypes.c_bool
+    with torch.cuda.device(device):
+        return has_code()
+
+
+def check_machine_code(device: torch.device) -> None:
+    """Raises RuntimeError with the way out for a GPU of another kind than those that the library was compiled for."""
+    if not has_machine_code(device):
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        raise RuntimeError(
+            f"ds_sparse's CUDA library was compiled for other GPUs than {device}, of compute capability {capability}; "
+            f"compile it on this machine, or with TORCH_CUDA_ARCH_LIST='{capability}' set."
         )

@@ -46,7 +46,17 @@ def test_a_driver_older_than_the_library_is_told_before_a_kernel_is_started(monk
     with pytest.raises(RuntimeError, match=r"is of CUDA 13, and .* serves CUDA 12\.8 at most; update the driver, or"):
         _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
     monkeypatch.setattr(_library, "cuda_versions", lambda: (13020, 13000))
+    monkeypatch.setattr(_library, "has_machine_code", lambda device: True)
     _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
+
+
+def test_a_library_compiled_for_other_gpus_is_told_before_a_kernel_is_started(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_library, "missing_kernels", lambda device_type, operators: [])
+    monkeypatch.setattr(_library, "cuda_versions", lambda: (13000, 13000))
+    monkeypatch.setattr(_library, "has_machine_code", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(RuntimeError, match=r"for other GPUs than cuda:0, .* or with TORCH_CUDA_ARCH_LIST='8\.6' set"):
+        _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
 
 
 def test_every_operator_of_the_schema_is_listed():

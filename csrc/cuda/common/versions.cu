@@ -1,6 +1,12 @@
-// The versions of CUDA that decide whether kernels can be started, for Python to ask before any is.
+// What decides whether kernels can be started, for Python to ask before any is.
 
 #include <cuda_runtime.h>
+
+namespace {
+
+__global__ void nothing() {}
+
+}  // namespace
 
 extern "C" {
 
@@ -11,5 +17,11 @@ __attribute__((visibility("default"))) int ds_sparse_cuda_runtime_version() { re
 __attribute__((visibility("default"))) int ds_sparse_cuda_driver_version() {
   int version = 0;
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
+// Whether this library has machine code, or PTX, that the current GPU runs; also where nothing is known of it.
+__attribute__((visibility("default"))) bool ds_sparse_cuda_has_code_for_gpu() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, nothing) != cudaErrorNoKernelImageForDevice;
 }
 }
