@@ -50,6 +50,12 @@ if platform.machine().lower() in ("x86_64", "amd64"):
         "amx_bf16": [*AVX512, "-mavx512bf16", "-DDS_SPARSE_TILES"],
     }
 CUDA_FLAGS = "-std=c++20 -O3 --expt-relaxed-constexpr -Xcompiler -fPIC,-fvisibility=hidden -DUSE_CUDA".split()
+# Long files, and the numbers of the dtypes that they are compiled for one by one (csrc/cuda/common/elements.h).
+BY_DTYPE = {
+    CSRC / "cuda" / "attention" / "backward_sweep.cu": {"fp32": 4, "fp16": 1, "bf16": 2},
+    CSRC / "cuda" / "attention" / "backward_columns_sm90.cu": {"fp16": 1, "bf16": 2},
+    CSRC / "cuda" / "attention" / "forward_sm90.cu": {"fp16": 1, "bf16": 2},
+}
 # Compute capabilities, as TORCH_CUDA_ARCH_LIST has them. Machine code for the first of a generation runs on all of it;
 # PTX, on later generations.
 GENERATIONS = {8: "8.0", 9: "9.0", 10: "10.0", 12: "12.0"}
@@ -106,9 +112,11 @@ def build_cuda_library() -> Path:
     base = [*nvcc, "--split-compile=0", *CUDA_FLAGS, *common_flags(torch, "-Xcompiler")]
     steps = []
     capabilities = cuda_capabilities()
-    for source in cuda_sources():
+    for source in [*BY_DTYPE, *(source for source in cuda_sources() if source not in BY_DTYPE)]:
         targets = targets_of(HOPPER_CAPABILITIES if source.stem.endswith("_sm90") else capabilities)
-        steps.append((source, "", [*base, *targets, "-c", str(source)]))
+        for name, number in BY_DTYPE.get(source, {"": 0}).items():
+            define = [f"-DDS_SPARSE_DTYPES={number}"] if name else []
+            steps.append((source, name, [*base, *define, *targets, "-c", str(source)]))
     libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-ltorch_cuda"]
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         libraries.insert(0, f"-L{empty_torch_cuda(compiler)}")
@@ -303,13 +311,15 @@ def cuda_runtime(nvcc: list[str]) -> list[str]:
 
 
 def system_libraries(compiler: str) -> list[str]:
-    """The wheel's linker flags for what a library needs of the system: as it was with glibc 2.28, by zig's stand-ins.
+    """Linker flags for what a library needs of the system.
 
-    C++'s own library is shared, so that exceptions reach torch, and no newer one is asked for. Where glibc 2.32 has
-    __libc_single_threaded, which headers of C++ read, the wheel has a 0: several threads.
+    C++'s own library is shared, as torch's is: a compiler without a libstdc++.so would take a second one in, and the
+    first error that has a number in its text would end the process. The wheel's are as they were with glibc 2.28, by
+    zig's stand-ins. Where glibc 2.32 has __libc_single_threaded, which headers of C++ read, the wheel has a 0: several
+    threads.
     """
     if not WHEEL:
-        return []
+        return ["-l:libstdc++.so.6"]
     empty, source, single = OBJECTS / "glibc" / "empty.so", OBJECTS / "single.c", OBJECTS / "single.o"
     empty.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", "-shared", "-v"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -97,6 +98,12 @@ def test_a_library_asks_torch_2_11_for_nothing_newer(library: Path, names_of_2_1
     assert symbols <= names_of_2_11
 
 
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.stem)
+def test_a_library_takes_the_shared_library_of_cpp(library: Path):
+    """With one of its own, an error that has a number in its text would end the process."""
+    assert b"\0libstdc++.so.6\0" in library.read_bytes()
+
+
 PORTABLE = [path for path in SOURCES if "with_shared_memory(" in path.read_text() and "_sm90" not in path.stem]
 
 
@@ -106,3 +113,63 @@ def test_a_portable_kernel_takes_no_more_shared_memory_than_the_smallest_gpu_has
     text = source.read_text()
     bounds = re.findall(r"static_assert\([^;]*<= kPortableMemory|with_\w*memory<|<= launch.shared_memory\(\)", text)
     assert len(bounds) >= text.count("with_shared_memory(")
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch):
+    """A function of setup.py, on a machine with such GPUs."""
+
+    def function(name: str, gpus: tuple[str, ...] = ()):
+        found = runpy.run_path(str(ROOT / "setup.py"))[name]
+        monkeypatch.setitem(found.__globals__, "gpus", lambda: list(gpus))
+        monkeypatch.setitem(found.__globals__, "find_nvcc", lambda: "nvcc")
+        return found
+
+    return function
+
+
+WITHOUT_GPU = ["8.0", "9.0+PTX"]
+
+
+@pytest.mark.parametrize(
+    "listed, gpus, compiled",
+    [
+        ("", (), WITHOUT_GPU),
+        ("", ("9.0",), ["9.0"]),
+        ("", ("8.6", "8.9"), ["8.0"]),
+        ("", ("8.0", "12.0"), ["12.0", "8.0"]),
+        ("", ("11.0",), WITHOUT_GPU),
+        ("8.6", ("9.0",), ["8.0"]),
+        ("8.0;9.0a+PTX", (), WITHOUT_GPU),
+        ("9.0 9.0+PTX", (), ["9.0+PTX"]),
+        ("Hopper", (), ["9.0"]),
+        ("7.5 8.0", (), ["8.0"]),
+    ],
+)
+def test_the_cuda_library_is_compiled_for_the_gpus_that_are_asked_for_or_there(
+    setup, monkeypatch, listed: str, gpus: tuple[str, ...], compiled: list[str]
+):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    assert setup("cuda_capabilities", gpus)() == compiled
+
+
+@pytest.mark.parametrize(
+    "listed, said", [("Hoper", "has 'Hoper'; name compute"), ("7.5", "nothing that kernels are for")]
+)
+def test_gpus_without_kernels_are_refused_before_anything_is_compiled(setup, monkeypatch, listed: str, said: str):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    with pytest.raises(SystemExit, match=said):
+        setup("cuda_capabilities")()
+
+
+def test_nvcc_gets_machine_code_and_ptx_for_them(setup):
+    code = ["arch=compute_80,code=sm_80", "arch=compute_90,code=[sm_90,compute_90]"]
+    assert setup("targets_of")(WITHOUT_GPU) == [f"-gencode={x}" for x in code]
+
+
+@pytest.mark.parametrize(
+    "choice, gpus, wanted", [("", (), False), ("", ("9.0",), True), ("1", (), True), ("0", ("9.0",), False)]
+)
+def test_the_cuda_library_is_built_where_a_gpu_is_or_it_is_asked_for(setup, monkeypatch, choice, gpus, wanted):
+    monkeypatch.setenv("DS_SPARSE_CUDA", choice)
+    assert setup("wants_cuda", gpus)() is wanted

@@ -134,17 +134,23 @@ inline Scoring scoring_of(const AttentionCall& call) {
   return scoring;
 }
 
-// Calls f with a zero of the element type and the head size, padded to 64, 128 or 256.
+// Calls f with the head size, padded to 64, 128 or 256.
+template <class F>
+void with_padded_head_dim(int64_t head_dim, const F& f) {
+  if (head_dim <= 64) {
+    f(std::integral_constant<int, 64>{});
+  } else if (head_dim <= 128) {
+    f(std::integral_constant<int, 128>{});
+  } else {
+    f(std::integral_constant<int, 256>{});
+  }
+}
+
+// Calls f with a zero of the element type and the padded head size.
 template <class F>
 void with_head_dim(const Tensor& query, const F& f) {
   with_element<false>(query, "attention", [&](auto zero) {
-    if (query.size(3) <= 64) {
-      f(zero, std::integral_constant<int, 64>{});
-    } else if (query.size(3) <= 128) {
-      f(zero, std::integral_constant<int, 128>{});
-    } else {
-      f(zero, std::integral_constant<int, 256>{});
-    }
+    with_padded_head_dim(query.size(3), [&](auto padded) { f(zero, padded); });
   });
 }
 

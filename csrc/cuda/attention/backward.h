@@ -1,4 +1,4 @@
-// What the backward pass of fused attention takes, on every GPU; and its sweeps on Hopper.
+// What the backward pass of fused attention takes, on every GPU; and its sweeps.
 
 #pragma once
 
@@ -42,6 +42,11 @@ struct Sweep {
   SplitResults first_splits, second_splits;
   float *first_shares, *second_shares;
 };
+
+// backward_sweep.cu
+template <class T>
+void sweep_on_any_gpu(
+    const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, bool by_columns, int64_t copies);
 
 // backward_rows_sm90.cu
 template <class T>

@@ -622,8 +622,12 @@ void round_grad_query(
       const Launcher&, const Backward<T>&, const Sweep<T>&, const Tensor&, const Tensor&, const Tensor&, \
       const Tensor&, const Tensor&, const Tensor&, int64_t);                                             \
   template void round_grad_query(const Launcher&, const Backward<T>&, const Matrices<T>&, const BlockSpans&, int64_t);
+#if DS_SPARSE_DTYPES & 1
 DS_SPARSE_COLUMNS(__half)
+#endif
+#if DS_SPARSE_DTYPES & 2
 DS_SPARSE_COLUMNS(__nv_bfloat16)
+#endif
 #undef DS_SPARSE_COLUMNS
 
 }  // namespace ds_sparse::attention

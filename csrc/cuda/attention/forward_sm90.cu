@@ -245,10 +245,14 @@ void forward_on_hopper(
   });
 }
 
+#if DS_SPARSE_DTYPES & 1
 template void forward_on_hopper(
     const Launcher&, const Forward<__half>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+#endif
+#if DS_SPARSE_DTYPES & 2
 template void forward_on_hopper(
     const Launcher&, const Forward<__nv_bfloat16>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
     int64_t);
+#endif
 
 }  // namespace ds_sparse::attention

@@ -10,6 +10,11 @@
 
 #include "../../checks.h"
 
+// Of which dtypes a long file makes kernels: fp16 1, bf16 2, fp32 4. The build compiles it once for each, side by side.
+#ifndef DS_SPARSE_DTYPES
+#define DS_SPARSE_DTYPES 7
+#endif
+
 namespace ds_sparse {
 
 // Calls f with a zero of the element type. `operation`: what takes it, as an error names that; kDouble: fp64 too.
