@@ -108,6 +108,7 @@ print(folder)
     assert run(HIDDEN + LOADED + code, cached).startswith(f"{cached}/build/torch-stable-abi211-cpu-")
 
 
+@pytest.mark.slow("imports torch in another process")
 def test_beside_one_that_is_imported_it_is_refused_and_that_one_goes_on(tree: Path):
     code = """
 import ds_sparse, ds_sparse.ops
@@ -152,6 +153,7 @@ def test_kernel_builder_is_told_the_flags_of_chips(tree: Path):
             assert "-mavx2" in kernels[name]["cxx-flags"]
 
 
+@pytest.mark.slow("imports all, transformers too, in another process")
 def test_the_sources_work_as_another_module_with_the_operators_that_kernel_builder_names(tree: Path, tmp_path: Path):
     """kernel-builder compiles the library, writes `_ops.py` beside the modules, and names both after the build."""
     (built,) = tree.glob("build/*-cpu-*")

@@ -29,6 +29,7 @@ def test_sources_are_formatted():
     assert done.returncode == 0, f"{done.stdout}{done.stderr}`.venv/bin/ruff format` mends it."
 
 
+@pytest.mark.slow("mypy reads all of the package")
 def test_types_agree():
     """Ten seconds where mypy keeps nothing of an earlier run in .mypy_cache."""
     done = run(TYPES)

@@ -54,6 +54,7 @@ def checked(folder: Path, program: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow("mypy reads all of the package")
 def test_strict_mypy_takes_every_public_name_from_us_and_refuses_others(tmp_path: Path):
     names = [f"ds_sparse.{name}" for name in ds_sparse.__all__]
     said = checked(

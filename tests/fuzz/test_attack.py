@@ -14,7 +14,7 @@ from fuzz import attack
 from fuzz.cases import Case
 from fuzz.meanings import Tensors
 
-CASES = {"cpu": 1000, "cuda": 2000}
+SLOW = pytest.mark.slow("the first of them are run always")
 
 
 def silent(line: str) -> None:
@@ -22,10 +22,15 @@ def silent(line: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_random_cases_are_within_their_bounds(device: str):
-    report = attack.run(1, device, CASES[device], say=silent)
+@pytest.mark.parametrize(
+    ("device", "cases"),
+    [("cpu", 250), pytest.param("cpu", 1000, marks=SLOW), pytest.param("cuda", 2000, marks=pytest.mark.gpu)],
+    indirect=["device"],
+)
+def test_random_cases_are_within_their_bounds(device: str, cases: int):
+    report = attack.run(1, device, cases, say=silent)
     assert not report.failures, "\n".join(report.failures)
-    assert report.cases.keys() == attack.OPERATIONS.keys() and report.cases.total() == CASES[device]
+    assert report.cases.keys() == attack.OPERATIONS.keys() and report.cases.total() == cases
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -46,6 +51,7 @@ def with_results(case: Case, change) -> Case:
     return attack.replace(case, call=call)
 
 
+@pytest.mark.slow("plants a fault in every operation")
 @pytest.mark.parametrize("operation", attack.OPERATIONS)
 def test_one_wrong_number_in_a_result_is_found(operation: str):
     """By 2 % in 16 bits, where results have two or three digits, by a thousandth else."""
@@ -68,6 +74,7 @@ def test_one_wrong_number_in_a_result_is_found(operation: str):
     assert any(found)
 
 
+@pytest.mark.slow("runs the case again in another process")
 def test_a_failing_case_prints_the_line_that_repeats_it(capsys: pytest.CaptureFixture[str]):
     report = attack.run(1, "cpu", 60, operation="Softmax", skew=1e-2, failures=1, say=silent)
     command = report.failures[0].splitlines()[-1].removeprefix("  again: python ").split()

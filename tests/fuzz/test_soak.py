@@ -9,6 +9,7 @@ from ds_sparse.bench.torch_settings import cpu_threads
 from fuzz import soak
 
 STEPS = 200
+pytestmark = pytest.mark.slow("memory is measured over hundreds of steps")
 
 
 class Leaking(soak.Soak):

@@ -57,10 +57,9 @@ def test_equal_heads_of_a_layout_are_stored_once():
 
 def test_more_blocks_than_memory_holds_get_a_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "machine_memory", lambda: 1 << 30)
-    row = torch.tensor([0, 20480 * 8])
-    layout = BlockIndex.build(torch.eye(20480, dtype=torch.bool), 8)
+    documents = torch.arange(20481) * 8
     with pytest.raises(MemoryError, match="163840 tokens in blocks of 8 takes 1 GiB, .* use larger blocks, or pack"):
-        PackedIndex.build(layout, row)
+        PackedIndex.build(LAYOUT, documents, block=8)
 
 
 def test_a_copy_is_the_same(device: str):

@@ -62,7 +62,11 @@ def test_compiles_into_one_graph_with_masks_and_a_bias(device: str, structure, k
 
 @pytest.mark.parametrize(
     ("structure", "backend"),
-    [(RANDOM, "aot_eager"), (CAUSAL, "aot_eager"), pytest.param(CAUSAL, "inductor", marks=NEEDS_COMPILER)],
+    [
+        (RANDOM, "aot_eager"),
+        pytest.param(CAUSAL, "aot_eager", marks=pytest.mark.slow("the graphs of a random structure are counted")),
+        pytest.param(CAUSAL, "inductor", marks=[NEEDS_COMPILER, pytest.mark.slow("compiles C++ of four graphs")]),
+    ],
     ids=["random", "causal", "inductor"],
 )
 def test_a_bias_by_distance_takes_two_graphs_for_all_lengths(structure, backend: str):
@@ -137,6 +141,7 @@ def test_an_exported_layer_carries_its_layout(device: str, strict: bool, tmp_pat
     assert torch.equal(torch.export.load(tmp_path / "layer.pt2").module()(*batch), expected)
 
 
+@pytest.mark.slow("imports torch in another process")
 def test_an_exported_layer_runs_in_another_process_that_imports_the_operations(tmp_path):
     module = make()
     batch = tuple(x.detach() for x in inputs("cpu"))

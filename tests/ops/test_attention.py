@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from helpers import (
-    BACKENDS,
     DTYPES,
     EXAMPLES,
     OPERAND_VIEWS,
@@ -36,6 +35,7 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops_parameters import BACKENDS, GRAPH_DTYPES
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -283,7 +283,14 @@ def test_lengths_that_differ_and_end_anywhere(device: str, tokens: int, keys: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("block", "rows", "columns"), [(8, 140, 150), (16, 80, 70), (64, 22, 24)])
+@pytest.mark.parametrize(
+    ("block", "rows", "columns"),
+    [
+        pytest.param(8, 140, 150, marks=pytest.mark.slow_on_cpu("tiles are those of other blocks")),
+        (16, 80, 70),
+        pytest.param(64, 22, 24, marks=pytest.mark.slow_on_cpu("tiles are those of other blocks")),
+    ],
+)
 def test_lists_of_every_length(device: str, block: int, rows: int, columns: int, dtype: torch.dtype):
     """Full, short and empty rows and columns: long lists are cut, and their parts put together."""
     live = torch.rand(2, rows, columns, generator=seeded()) < 0.02
@@ -297,7 +304,16 @@ def test_lists_of_every_length(device: str, block: int, rows: int, columns: int,
 
 
 @pytest.mark.parametrize(
-    "option", ["head_dim 40", "head_dim 72", "head_dim 256", "grouped heads", "dropout", "padding"]
+    "option",
+    [
+        *(
+            pytest.param(f"head_dim {size}", marks=pytest.mark.slow_on_cpu("every head size is another test's"))
+            for size in (40, 72, 256)
+        ),
+        "grouped heads",
+        "dropout",
+        "padding",
+    ],
 )
 def test_cut_lists_with_options(device: str, option: str):
     """Keys that are padding leave nothing of whole parts of the long rows."""
@@ -473,7 +489,9 @@ def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype, v
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("growth", [20, 60, 1000])
+@pytest.mark.parametrize(
+    "growth", [20, pytest.param(60, marks=pytest.mark.slow_on_cpu("between the two others")), 1000]
+)
 def test_scores_that_grow_along_a_row(device: str, growth: float, padded: bool, head_dim: int, dtype: torch.dtype):
     """Exponentials of scores that lie so far above a row's first ones are beyond what fp16, or float32, can hold."""
     supported(dtype, device)
@@ -487,9 +505,29 @@ def test_scores_that_grow_along_a_row(device: str, growth: float, padded: bool, 
     check(replace(case, query=query, key=key), dtype, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("option", ["plain", "dropout", "rpe"])
+@pytest.mark.parametrize(
+    ("option", "head_dim", "dtype"),
+    [
+        ("plain", 64, torch.bfloat16),
+        ("plain", 128, torch.float32),
+        ("dropout", 128, torch.bfloat16),
+        ("rpe", 64, torch.float32),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow_on_cpu("other pairs of the same options, sizes and dtypes"))
+            for case in (
+                ("plain", 64, torch.float32),
+                ("plain", 128, torch.bfloat16),
+                ("dropout", 64, torch.float32),
+                ("dropout", 64, torch.bfloat16),
+                ("dropout", 128, torch.float32),
+                ("rpe", 64, torch.bfloat16),
+                ("rpe", 128, torch.float32),
+                ("rpe", 128, torch.bfloat16),
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_long_runs_of_masked_keys(device: str, option: str, head_dim: int, dtype: torch.dtype):
     """Padding of whole steps, one after the other: at the end, the beginning, in the middle, and everywhere."""
     rng, keys = seeded(), 24 * 64
@@ -1064,7 +1102,7 @@ def test_gradcheck(device: str, causal: bool, dropout_p: float):
     assert torch.autograd.gradcheck(run, tuple(inputs.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", GRAPH_DTYPES, ids=str)
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("view", ["contiguous", "tokens_first"])
 def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):

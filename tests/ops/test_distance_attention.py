@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from helpers import NEEDS_COMPILER, gradients, leaf, random, seeded
+from helpers import gradients, leaf, random, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops_parameters import BACKENDS
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -240,7 +241,7 @@ def test_under_vmap_each_sample_has_its_own_bias():
         vmap(grad(lambda bias: loss(bias, dropout_p=0.1)), randomness="different")(biases)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_into_one_graph_with_an_index_that_has_its_rows_reversed(backend: str):
     torch._dynamo.reset()
     inputs, index = operands("cpu"), BlockIndex.build(LAYOUT, BLOCK)

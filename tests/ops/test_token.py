@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from helpers import (
-    BACKENDS,
     DTYPES,
     EXAMPLES,
     OPERAND_VIEWS,
@@ -29,6 +28,7 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from ops_parameters import BACKENDS, GRAPH_DTYPES
 
 from ds_sparse import (
     TokenIndex,
@@ -397,13 +397,19 @@ def raw_arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, list
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", GRAPH_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "lists",
+    [
+        (1, 3),
+        *(pytest.param(x, marks=pytest.mark.slow_on_cpu("lists a head are checked")) for x in ((1, 1), (2, 1))),
+    ],
+)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_opcheck(device: str, operator: str, dtype: torch.dtype):
-    for lists in ((1, 1), (2, 1), (1, 3)):
-        case = make_case(random_pairs(seeded(), 9, 7, *lists), 2, 3)
-        for arguments in raw_arguments(case, device, dtype)[operator]:
-            torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, arguments)
+def test_opcheck(device: str, operator: str, lists: tuple[int, int], dtype: torch.dtype):
+    case = make_case(random_pairs(seeded(), 9, 7, *lists), 2, 3)
+    for arguments in raw_arguments(case, device, dtype)[operator]:
+        torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, arguments)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
