@@ -1104,7 +1104,9 @@ def test_gradcheck(device: str, causal: bool, dropout_p: float):
 
 @pytest.mark.parametrize("dtype", GRAPH_DTYPES, ids=str)
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("view", ["contiguous", "tokens_first"])
+@pytest.mark.parametrize(
+    "view", [pytest.param("contiguous", marks=pytest.mark.slow_on_cpu("the simpler one")), "tokens_first"]
+)
 def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):
     rng = seeded()
     index = BlockIndex.build(MIXED.given, 16).to(device)

@@ -82,7 +82,7 @@ CHOICE = """
 from ds_sparse import native
 print(native.instruction_set())
 """
-WIDE = "128 or 255 or 400"
+WIDE = "cpu-64 or 128 or 255 or 400"
 """In the names of tests with the largest blocks, heads and windows."""
 
 

@@ -488,7 +488,7 @@ four of them count as one)."""
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block", [8, 16, 32])
 def test_rows_of_every_length(device: str, block: int, dtype: torch.dtype, masked: bool):
-    lengths = torch.tensor(LENGTHS)
+    lengths = torch.tensor(LENGTHS if device == "cuda" else [length for length in LENGTHS if length < 50])
     if block == 8:
         lengths = (4 * lengths - torch.arange(len(lengths)) % 4).clamp(min=0)
     lengths = lengths[torch.randperm(len(lengths), generator=seeded())]

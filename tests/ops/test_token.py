@@ -485,8 +485,23 @@ def with_long_lines(rng: torch.Generator, lists: tuple[int, int] = (1, 1)) -> Pa
     return Pairs(tuple(made), *lists, queries, keys)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("lists", "head_dim", "value_dim"), [((1, 1), 64, 64), ((1, 2), 8, 130), ((2, 1), 1, 20)])
+@pytest.mark.parametrize(
+    ("lists", "head_dim", "value_dim", "dtype"),
+    [
+        ((1, 1), 64, 64, torch.float32),
+        ((1, 2), 8, 130, torch.bfloat16),
+        ((2, 1), 1, 20, torch.float32),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow_on_cpu("other pairs of the same lists and dtypes"))
+            for case in (
+                ((1, 1), 64, 64, torch.bfloat16),
+                ((1, 2), 8, 130, torch.float32),
+                ((2, 1), 1, 20, torch.bfloat16),
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_long_lines_among_short_ones(
     device: str, lists: tuple[int, int], head_dim: int, value_dim: int, dtype: torch.dtype
 ):

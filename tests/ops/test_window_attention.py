@@ -330,7 +330,9 @@ def test_gradcheck(device: str, options: dict):
 
 @pytest.mark.parametrize("dtype", GRAPH_DTYPES, ids=str)
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("view", ["contiguous", "tokens_first"])
+@pytest.mark.parametrize(
+    "view", [pytest.param("contiguous", marks=pytest.mark.slow_on_cpu("the simpler one")), "tokens_first"]
+)
 def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):
     rng = seeded()
     query, grad = (as_view(random(rng, 2, 2, 41, 16, dtype=dtype), view).to(device) for _ in range(2))
