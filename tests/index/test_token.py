@@ -185,6 +185,7 @@ REFUSED_PAIRS = [
     (torch.tensor([[0, -1]]), ValueError, r"indices\[0\] is \(0, -1\); key tokens are 0 to 4"),
     ([torch.zeros(1, 2, dtype=LONG), torch.tensor([[0, 7]])], ValueError, r"indices of list 1\[0\] is \(0, 7\)"),
     (torch.tensor([[[0, 0], [-1, -1]], [[-1, -1], [0, 0]]]), ValueError, r"of list 1\[0\] is \(-1, -1\);.* come last"),
+    (torch.tensor([[[0, 0], [-1, 2]]]), ValueError, r"\[1\] is \(-1, 2\); query tokens are 0 to 3"),
     (torch.zeros(3, 3, dtype=LONG), ValueError, r"have shape \(3, 3\); pairs have the shape \(pairs, 2\)"),
     (torch.zeros(2, dtype=LONG), ValueError, "have 1 dimensions"),
     (torch.zeros(2, 2, 2, 2, 2, dtype=LONG), ValueError, "have 5 dimensions"),
