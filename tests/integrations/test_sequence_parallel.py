@@ -3,19 +3,20 @@ import subprocess
 import sys
 
 import pytest
-from sequence.ranks import PROGRAMS, assert_passed, cases_of, reports
+from sequence.ranks import PROGRAMS, assert_passed, cases_of, quick_and_slow_cases_of, reports
 
 
-@pytest.mark.parametrize("case", cases_of("transformers_models.py"))
-def test_sequence_parallel_models_of_transformers(case):
-    assert_passed("transformers_models.py", 2, case)
+@pytest.mark.parametrize("case, part", quick_and_slow_cases_of("transformers_models.py"))
+def test_sequence_parallel_models_of_transformers(case, part):
+    assert_passed("transformers_models.py", 2, case, part=part)
 
 
-@pytest.mark.parametrize("case", cases_of("deepspeed_engine.py"))
-def test_sequence_parallel_with_deepspeed(case):
-    assert_passed("deepspeed_engine.py", 4, case)
+@pytest.mark.parametrize("case, part", quick_and_slow_cases_of("deepspeed_engine.py"))
+def test_sequence_parallel_with_deepspeed(case, part):
+    assert_passed("deepspeed_engine.py", 4, case, part=part)
 
 
+@pytest.mark.slow("the Trainer of two ranks; the quick tests train their models and engines by hand")
 @pytest.mark.parametrize("case", cases_of("trainer.py"))
 def test_sequence_parallel_with_transformers_trainer_and_accelerate(case):
     assert_passed("trainer.py", 2, case)
@@ -34,12 +35,16 @@ def test_sequence_parallel_on_two_gpus(program, case):
     assert_passed(program, 2, case, "cuda")
 
 
-def test_sequence_parallel_says_what_it_does_and_what_it_changes():
-    printed = reports("deepspeed_engine.py", 4, "cpu")[""]
+@pytest.mark.parametrize(
+    "part, engines", [("quick", 1), pytest.param("slow", 2, marks=pytest.mark.slow("trains in every stage"))]
+)
+def test_sequence_parallel_says_what_it_does_and_what_it_changes(part, engines):
+    printed = reports("deepspeed_engine.py", 4, "cpu", part)[""]
     assert "ds_sparse: each sequence is shared by 2 ranks." in printed
-    assert printed.count("ds_sparse: ZeRO 3 has reduce_scatter off") == 2, "by rank 0, of each engine of stage 3"
+    assert printed.count("ds_sparse: ZeRO 3 has reduce_scatter off") == engines, "by rank 0, of each engine of stage 3"
 
 
+@pytest.mark.slow("twelve processes train in turn")
 def test_a_checkpoint_goes_on_with_other_ranks_and_ranks_of_a_sequence():
     """Saved by two ranks of one sequence: the losses that follow are the same as on those, and fall."""
     runs = [[1, [[2, 1], [4, 4]]], [3, [[1, 1]]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import subprocess
@@ -11,24 +12,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import without_launcher
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def reports(program: str, ranks: int, device: str) -> dict[str, str]:
+def reports(program: str, ranks: int, device: str, part: str = "all") -> dict[str, str]:
     """The report of each case, "ok" where it passed, and all that was printed, under "". On "cuda" each rank has a GPU;
-    skipped with the reason where there are fewer."""
+    skipped with the reason where there are fewer. `part` leaves out the slow cases, "quick", or the others, "slow"."""
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA GPUs, and there are {torch.cuda.device_count()}")
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(PROGRAMS / program)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device}
+    environment = without_launcher() | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
+        start = [str(PROGRAMS / program), device, str(ranks), part]
+    else:
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(PROGRAMS / program)]
+        start += [device]
     done = subprocess.run(
-        [sys.executable, *start, device], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *start], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {"": done.stdout}
@@ -38,12 +43,31 @@ def reports(program: str, ranks: int, device: str) -> dict[str, str]:
     return found
 
 
-def assert_passed(program: str, ranks: int, case: str, device: str = "cpu") -> None:
-    report = reports(program, ranks, device)[case]
+def assert_passed(program: str, ranks: int, case: str, device: str = "cpu", part: str = "all") -> None:
+    report = reports(program, ranks, device, part)[case]
     assert report.startswith("ok"), report
 
 
 def cases_of(program: str, device: str = "cpu") -> list[str]:
     """The names of a program's cases on a device, by its text: it is not imported."""
-    lines, marks = (PROGRAMS / program).read_text().splitlines(), ["@case", f"@case_on_{device}"]
-    return [after.removeprefix("def ").partition("(")[0] for line, after in pairwise(lines) if line in marks]
+    return [name for _, name in _marked(program, ("@case", f"@case_on_{device}", "@slow_case"))]
+
+
+def quick_and_slow_cases_of(program: str) -> list:
+    """The cases on the CPU with the part of the program that each is in, marked slow where the program says so."""
+    marked = _marked(program, ("@case", "@case_on_cpu", "@slow_case"))
+    return [
+        pytest.param(name, "slow", marks=pytest.mark.slow(ast.literal_eval(line.removeprefix("@slow_case"))), id=name)
+        if line.startswith("@slow_case")
+        else pytest.param(name, "quick", id=name)
+        for line, name in marked
+    ]
+
+
+def _marked(program: str, marks: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The line of the mark, and the name of the function after it."""
+    return [
+        (line, after.removeprefix("def ").partition("(")[0])
+        for line, after in pairwise((PROGRAMS / program).read_text().splitlines())
+        if line.partition("(")[0] in marks
+    ]

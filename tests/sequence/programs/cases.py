@@ -1,8 +1,15 @@
-"""Programs of several ranks, whose cases report by name: what a case asserts, every rank asserts."""
+"""Programs of several ranks, whose cases report by name: what a case asserts, every rank asserts.
+
+On the CPU a program imports once, and its ranks are forks of it: `python program.py cpu [ranks] [quick | slow | all]`.
+On GPUs torchrun starts them: `torchrun --nproc_per_node=2 program.py cuda`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,7 +22,7 @@ from torch import distributed
 
 from ds_sparse.sequence import exchange
 
-DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if sys.argv[1:] == ["cuda"] else torch.device("cpu")
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if sys.argv[1:2] == ["cuda"] else torch.device("cpu")
 """Where this rank computes, as the program's argument says: on the CPU through gloo, or each on a GPU through NCCL."""
 
 WIDE = torch.float32 if DEVICE.type == "cuda" else torch.float64
@@ -24,6 +31,7 @@ WIDE = torch.float32 if DEVICE.type == "cuda" else torch.float64
 _OF_LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 CASES: dict[str, Callable[[], None]] = {}
+SLOW: set[str] = set()
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
@@ -55,6 +63,16 @@ def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> s
     raise AssertionError("it was not refused")
 
 
+def slow_case(why: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A case that only the slow tests run, as the text of `why` says."""
+
+    def mark(function: Callable[[], None]) -> Callable[[], None]:
+        SLOW.add(function.__name__)
+        return case(function)
+
+    return mark
+
+
 @contextmanager
 def in_lines() -> Iterator[None]:
     """What goes between ranks is copied 16 bytes at a time, as that of long sequences is on a GPU."""
@@ -62,14 +80,22 @@ def in_lines() -> Iterator[None]:
         yield
 
 
-def run_all() -> None:
-    """Runs all cases, and has rank 0 print of each what went wrong, or "ok"."""
+def run_all(start: Callable[[], object] | None = None) -> None:
+    """Runs the cases on each rank, once `start` has begun the ranks' group, and has rank 0 print of each what went
+    wrong, or "ok"."""
+    if "RANK" not in os.environ:
+        _fork(int(sys.argv[2]))
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
+    if start is not None:
+        start()
     if not distributed.is_initialized():
         backend = "nccl" if DEVICE.type == "cuda" else "gloo"
         distributed.init_process_group(backend, timeout=timedelta(seconds=60))
+    part = sys.argv[3] if sys.argv[3:] else "all"
     for name, function in CASES.items():
+        if part != "all" and (name in SLOW) != (part == "slow"):
+            continue
         try:
             function()
             problem = None
@@ -83,3 +109,34 @@ def run_all() -> None:
     sys.stdout.flush()
     distributed.barrier()
     os._exit(0)  # at a usual end PyTorch's threads of groups abort the process now and then
+
+
+def _fork(ranks: int) -> None:
+    """Returns in each rank, with what torchrun tells one. The process that has imported waits for them, and ends."""
+    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.utils.checkpoint", *_late_of_deepspeed()):
+        importlib.import_module(name)  # which each rank would do for itself
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sys.stdout.flush()
+    left = set()
+    for rank in range(ranks):
+        pid = os.fork()
+        if not pid:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+            os.environ |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            return
+        left.add(pid)
+    while left:
+        pid, status = os.wait()
+        left.discard(pid)
+        if status:  # the others would wait for it
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+            os._exit(1)
+    os._exit(0)
+
+
+def _late_of_deepspeed() -> list[str]:
+    """What an engine imports, which takes seconds."""
+    return ["deepspeed.runtime.zero.muon.muon_optimizer"] if "deepspeed" in sys.modules else []

@@ -9,7 +9,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import transformers
-from cases import DEVICE, case, case_on_cpu, refusal, run_all
+from cases import DEVICE, case, case_on_cpu, refusal, run_all, slow_case
 from deepspeed.runtime.sequence_parallel import parallel_state_sp as groups
 from torch import distributed
 
@@ -82,10 +82,9 @@ def train(engine):
         yield loss.item(), engine.get_global_grad_norm()
 
 
-@case
-def every_zero_stage_trains_as_one_rank():
+def assert_stages_train_as_one_rank(*stages):
     losses, norms, parameters = on_one_rank()
-    for stage in range(4):
+    for stage in stages:
         engine, *_ = engine_of(make(), stage)
         for of_rows, norm, (loss, own_norm) in zip(losses, norms, train(engine), strict=True):
             assert abs(loss - of_rows[distributed.get_rank() // SIZE]) < 1e-4, (stage, loss, of_rows)
@@ -97,6 +96,16 @@ def every_zero_stage_trains_as_one_rank():
 
 
 @case
+def zero_3_trains_as_one_rank():
+    assert_stages_train_as_one_rank(3)
+
+
+@slow_case("trains in every stage; the quick tests do in stage 3, where parameters are dealt too")
+def every_zero_stage_trains_as_one_rank():
+    assert_stages_train_as_one_rank(0, 1, 2, 3)
+
+
+@slow_case("trains in two stages")
 def bf16_trains_nearly_as_one_rank_in_fp32():
     losses, norms, _ = on_one_rank()
     for stage in (1, 3):
@@ -117,7 +126,7 @@ def training_data_deals_the_same_rows_to_the_ranks_of_a_sequence():
     assert sorted(torch.cat([of_all[0], of_all[2]]).tolist()) == [3, 4, 5, 6]
 
 
-@case
+@slow_case("trains and saves")
 def the_weights_of_a_checkpoint_load_on_one_rank():
     folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
     distributed.broadcast_object_list(folder, src=0)
@@ -153,5 +162,4 @@ def what_cannot_be_sequence_parallel_is_refused():
     assert "given different batches" in refusal(lambda: engine(input_ids=ids, labels=ids))
 
 
-ds_sparse.init_distributed()
-run_all()
+run_all(ds_sparse.init_distributed)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from cases import DEVICE, WIDE, assert_same, case, refusal, run_all
+from cases import DEVICE, WIDE, assert_same, case, refusal, run_all, slow_case
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
@@ -167,7 +167,7 @@ def gradients_of_gradients_are_refused():
     assert "SequenceParallelAttention" in said, said
 
 
-@case
+@slow_case("compiles for 4 seconds on each rank")
 def attention_in_a_compiled_function():
     _, own = parts()
     mine = [drawn(1, 2, TOKENS, 8, seed=i, dtype=WIDE)[:, :, own] for i in range(3)]

@@ -9,7 +9,7 @@ from unittest import mock
 import deepspeed
 import torch
 import transformers
-from cases import case, refusal, run_all
+from cases import case, refusal, run_all, slow_case
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import distributed
@@ -30,6 +30,7 @@ BERT = TEXT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BLOCK = {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3}
 SAME = {"mode": "bslongformer", "block": 16}
 MODELS = {"BertForMaskedLM": BERT, "LlamaForCausalLM": TEXT | {"num_key_value_heads": 2}}
+[getattr(transformers, name) for name in MODELS]  # imported before ranks are forks
 LAYERS = {
     "BertForMaskedLM": ("bert.encoder.layer", ["query", "key", "value"], "attention.self.", "attention.output.dense"),
     "LlamaForCausalLM": ("model.layers", ["q_proj", "k_proj", "v_proj"], "self_attn.", "self_attn.o_proj"),
@@ -115,7 +116,7 @@ def ranks_that_have_other_numbers_of_heads_are_refused():
     assert f"has 3 heads, of which rank {rank} of 2 has {2 - rank}" in said and "that divides 3" in said, said
 
 
-@case
+@slow_case("the quick tests deal a model that is sparse")
 def a_dealt_model_becomes_sparse():
     whole, model = make("LlamaForCausalLM"), make("LlamaForCausalLM")
     ds_sparse.sparsify(whole, BLOCK)
@@ -124,7 +125,7 @@ def a_dealt_model_becomes_sparse():
     assert_same(step(model), step(whole))
 
 
-@case
+@slow_case("the attention of each rank is whole, as without")
 def parameters_are_shared_by_fully_shard():
     for name in MODELS:
         whole, model = make(name), make(name)
@@ -136,7 +137,7 @@ def parameters_are_shared_by_fully_shard():
         assert_same(step(model), step(whole))
 
 
-@case
+@slow_case("an engine of its own; the quick tests deal layouts by PyTorch")
 def deepspeeds_tensor_parallelism_deals_layouts_too():
     whole, model = make("LlamaForCausalLM").float(), make("LlamaForCausalLM").float()
     ds_sparse.sparsify(whole, BLOCK)
@@ -183,4 +184,4 @@ def ulysses(model):
         del ALL_ATTENTION_FUNCTIONS[core]
 
 
-run_all()
+run_all(ds_sparse.init_distributed)  # with which DeepSpeed compiles no operator of its own
