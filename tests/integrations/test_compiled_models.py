@@ -71,6 +71,7 @@ def test_a_model_is_one_graph_and_many_lengths_are_two(device: str):
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow("compiles for 4 seconds")
 def test_a_model_loaded_by_name_is_one_graph_before_it_has_run(loaded_by_name):
     compiled = torch.compile(loaded_by_name, fullgraph=True, backend="aot_eager")
     assert_same_step(compiled, loaded_by_name, copy.deepcopy(loaded_by_name), **batch(64, padded=False))
@@ -93,15 +94,17 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+ONE_LAYER = {"num_hidden_layers": 1}
 DECODER = SIZES | {"num_key_value_heads": 2, "sliding_window": 24, "use_cache": False}
 OF_BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
+@pytest.mark.slow("compiles each model for 10 seconds")
 @pytest.mark.parametrize(
     ("name", "config"),
     [
         ("ModernBertForMaskedLM", SIZES | {"global_attn_every_n_layers": 2, "local_attention": 24}),
-        ("MistralForCausalLM", DECODER),
+        ("MistralForCausalLM", DECODER | ONE_LAYER),
         ("Gemma3ForCausalLM", DECODER | OF_BOTH_KINDS | {"head_dim": 16}),
         ("Olmo3ForCausalLM", DECODER | OF_BOTH_KINDS),
     ],
@@ -118,9 +121,11 @@ def test_a_model_with_windows_of_its_own_is_one_graph(name: str, config: dict, p
         assert_same_step(compiled, model, eager, **batch(tokens, padded=padded))
 
 
+@pytest.mark.slow("compiles each model for 10 seconds")
 @pytest.mark.parametrize("name", ["GPTNeoX", "Llama"])
 def test_a_decoder_without_cache_and_mask_is_one_graph(name: str):
     sizes = {key: size for key, size in DECODER.items() if key not in ("sliding_window", "num_key_value_heads")}
+    sizes |= ONE_LAYER
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
     ds_sparse.sparsify(model, BLOCK)
     eager = copy.deepcopy(model)
@@ -131,6 +136,7 @@ def test_a_decoder_without_cache_and_mask_is_one_graph(name: str):
     torch.testing.assert_close(compiled(ids, None).logits, eager(ids, None).logits)
 
 
+@pytest.mark.slow("compiles for 4 seconds")
 @functorch_config.patch(graphsafe_rng_functionalization=False)  # else a GPU's numbers are of generators of the graph
 def test_checkpointing_replays_dropout_in_a_compiled_model(device: str):
     model = made_sparse(attention_probs_dropout_prob=0.3, use_cache=False).to(device)

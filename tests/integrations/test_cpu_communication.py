@@ -39,7 +39,7 @@ def run(program):
     )
 
 
-@pytest.mark.parametrize("size", [100_000, 1_000_000])
+@pytest.mark.parametrize("size", [pytest.param(100_000, marks=pytest.mark.slow("a process; as with more")), 1_000_000])
 def test_a_program_may_end_while_gloo_still_works(size):
     done = run(LAST.format(size=size) + "print('the last line')")
     assert done.returncode == 0, done.stderr
@@ -47,5 +47,6 @@ def test_a_program_may_end_while_gloo_still_works(size):
 
 
 def test_the_end_of_a_program_waits_once_and_not_without_a_group():
-    assert run(SLEEP).stdout.splitlines()[-1:] == ["pause of 0.1"] and run(SLEEP).stdout.count("pause") == 1
+    printed = run(SLEEP).stdout
+    assert printed.splitlines()[-1:] == ["pause of 0.1"] and printed.count("pause") == 1
     assert "pause" not in run(SLEEP + "import torch\ntorch.distributed.destroy_process_group()").stdout

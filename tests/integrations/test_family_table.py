@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from ds_sparse.integrations.transformers import family_table
 from ds_sparse.integrations.transformers.family_table import FAMILIES, markdown, rows
 
 DOCS = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 
+@pytest.mark.slow("tries a model of each family that the documentation lists")
 def test_the_table_of_the_documentation_is_what_the_models_say():
     assert markdown(rows()) in DOCS.read_text(), "run: ds_sparse families --markdown"
 

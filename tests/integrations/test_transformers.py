@@ -926,7 +926,15 @@ def with_structure(config):
     return config
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow("takes 7 seconds; sparsify tries this model too"))
+        if name == "qwen2_vl"
+        else name
+        for name in REFUSED
+    ],
+)
 def test_the_name_alone_is_refused_where_it_would_be_ignored_or_fail_later(name, tmp_path):
     cls, sizes, sentence = REFUSED[name]
     config = with_structure(cls.config_class(**sizes))

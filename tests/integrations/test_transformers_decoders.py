@@ -321,6 +321,7 @@ def test_a_saved_decoder_is_loaded_with_its_structure(tmp_path):
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
+@pytest.mark.slow("compiles for 4 seconds")
 def test_a_decoder_compiles_into_one_graph():
     model, batch = make("llama"), make_batch()
     ds_sparse.sparsify(model, STRUCTURES["bslongformer"] | {"block": BLOCK})

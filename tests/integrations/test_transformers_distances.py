@@ -104,6 +104,7 @@ def test_copies_and_pickles_make_distances_of_their_own_tables():
         assert all(table.grad is None for table in tables(model))
 
 
+@pytest.mark.slow("compiles for 6 seconds")
 @pytest.mark.parametrize("family", ["T5", "UMT5"])
 def test_it_is_one_graph_of_torch_compile(family: str):
     torch._dynamo.reset()

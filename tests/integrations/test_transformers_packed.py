@@ -423,10 +423,11 @@ def test_with_a_mask_a_row_is_one_sequence_as_in_transformers_and_a_line_says_so
     assert "position_ids that start again and an attention_mask: with a mask a row is one" in capsys.readouterr().out
 
 
+@pytest.mark.slow("compiles for 10 seconds and more")
 @pytest.mark.parametrize("name, how", [("modernbert", "positions"), ("llama", "both")])
 def test_compiled_models_compute_packed_documents_outside_of_graphs(name, how):
     torch._dynamo.reset()
-    model = make(name).float()
+    model = make(name, num_hidden_layers=2).float()
     compiled = torch.compile(model, backend="aot_eager")
     for lengths in (LENGTHS, (20, 30)):
         batch = collated(name, documents(lengths), **HOW[how])
@@ -434,10 +435,10 @@ def test_compiled_models_compute_packed_documents_outside_of_graphs(name, how):
         assert_same(run_packed(model, batch, compiled), truth)
 
 
-@pytest.mark.parametrize("name", ["eurobert", "llama"])
+@pytest.mark.parametrize("name", ["eurobert", pytest.param("llama", marks=pytest.mark.slow("compiles for 3 seconds"))])
 def test_one_graph_cannot_tell_documents_and_says_so(name):
     torch._dynamo.reset()
-    model, ids = make(name).float(), torch.randint(5, VOCABULARY, (1, 20))
+    model, ids = make(name, num_hidden_layers=1).float(), torch.randint(5, VOCABULARY, (1, 20))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for given in ({"position_ids": START_AGAIN}, {"cu_seq_lens_q": EDGES, "cu_seq_lens_k": EDGES}):
         with pytest.raises(Exception, match="compile without fullgraph=True. Or leave position_ids out"):
@@ -447,6 +448,7 @@ def test_one_graph_cannot_tell_documents_and_says_so(name):
     torch.testing.assert_close(compiled(ids, **plain).logits, model(ids, **plain).logits)
 
 
+@pytest.mark.slow("exports; one graph of torch.compile says the same")
 def test_exported_models_take_no_positions_without_a_mask():
     model, ids = make("eurobert").float(), torch.randint(5, VOCABULARY, (1, 20))
     with pytest.raises(Exception, match="outside of graphs"):
