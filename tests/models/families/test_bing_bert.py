@@ -188,7 +188,9 @@ class Calls(nn.Module):
         return hidden_states
 
 
-@pytest.mark.parametrize("way", ["list", "closure", "partial", "call", "compiled"])
+@pytest.mark.parametrize(
+    "way", ["list", "closure", "partial", "call", pytest.param("compiled", marks=pytest.mark.slow("compiles"))]
+)
 def test_layers_are_sparse_for_whatever_holds_them(way):
     model, (x, mask) = Calls(way), make_states()
     dense, other = model(x, mask), torch.cat([x[:, :-1], torch.randn(2, 1, 32)], 1)

@@ -222,6 +222,7 @@ class Compiled(Fused):
         return super().forward(x)
 
 
+@pytest.mark.slow("compiles for 4 seconds and more")
 def test_a_forward_that_was_compiled_before_is_sparse_and_dense_again():
     torch._dynamo.reset()
     model, eager, x = Compiled(), Fused(), hidden()
@@ -342,6 +343,7 @@ def test_what_a_model_calls_instead_of_the_forward_is_sparse_too(layer, call):
         assert torch.equal(model(x), dense) and "Sparse" not in repr(model)
 
 
+@pytest.mark.slow("compiles for 2 seconds")
 def test_what_a_model_calls_instead_of_the_forward_is_compiled_into_one_graph():
     torch._dynamo.reset()
     model, x = Sequence(*(Around(*INSTEAD[name]).eval() for name in ("a method", "a module inside"))), hidden()
