@@ -6,14 +6,14 @@ import pytest
 from sequence.ranks import PROGRAMS, assert_passed, cases_of, quick_and_slow_cases_of, reports
 
 
-@pytest.mark.parametrize("case, part", quick_and_slow_cases_of("transformers_models.py"))
-def test_sequence_parallel_models_of_transformers(case, part):
-    assert_passed("transformers_models.py", 2, case, part=part)
+@pytest.mark.parametrize("program, case, part", quick_and_slow_cases_of("transformers_models.py"))
+def test_sequence_parallel_models_of_transformers(program, case, part):
+    assert_passed(program, 2, case, part=part)
 
 
-@pytest.mark.parametrize("case, part", quick_and_slow_cases_of("deepspeed_engine.py"))
-def test_sequence_parallel_with_deepspeed(case, part):
-    assert_passed("deepspeed_engine.py", 4, case, part=part)
+@pytest.mark.parametrize("program, case, part", quick_and_slow_cases_of("deepspeed_engine.py"))
+def test_sequence_parallel_with_deepspeed(program, case, part):
+    assert_passed(program, 4, case, part=part)
 
 
 @pytest.mark.slow("the Trainer of two ranks; the quick tests train their models and engines by hand")

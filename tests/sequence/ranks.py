@@ -53,15 +53,19 @@ def cases_of(program: str, device: str = "cpu") -> list[str]:
     return [name for _, name in _marked(program, ("@case", f"@case_on_{device}", "@slow_case"))]
 
 
-def quick_and_slow_cases_of(program: str) -> list:
-    """The cases on the CPU with the part of the program that each is in, marked slow where the program says so."""
-    marked = _marked(program, ("@case", "@case_on_cpu", "@slow_case"))
-    return [
-        pytest.param(name, "slow", marks=pytest.mark.slow(ast.literal_eval(line.removeprefix("@slow_case"))), id=name)
-        if line.startswith("@slow_case")
-        else pytest.param(name, "quick", id=name)
-        for line, name in marked
-    ]
+def quick_and_slow_cases_of(*programs: str) -> list:
+    """Program, case and the part of the program that it is in, of all cases on the CPU; marked slow where the program
+    says so."""
+    found = []
+    for program in programs:
+        for line, name in _marked(program, ("@case", "@case_on_cpu", "@slow_case")):
+            label = name if len(programs) == 1 else f"{program}-{name}"
+            if line.startswith("@slow_case"):
+                why = ast.literal_eval(line.removeprefix("@slow_case"))
+                found.append(pytest.param(program, name, "slow", marks=pytest.mark.slow(why), id=label))
+            else:
+                found.append(pytest.param(program, name, "quick", id=label))
+    return found
 
 
 def _marked(program: str, marks: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -7,14 +7,9 @@ from ds_sparse import FixedSparsityConfig, SequenceParallelAttention
 PROGRAMS = ("core.py", "halo.py")  # ranks exchange heads, and keys
 
 
-@pytest.mark.parametrize("case, part", quick_and_slow_cases_of("core.py"))
-def test_sequence_parallel_attention_is_that_of_one_rank(case, part):
-    assert_passed("core.py", 2, case, part=part)
-
-
-@pytest.mark.parametrize("case, part", quick_and_slow_cases_of("halo.py"))
-def test_sequence_parallel_attention_of_exchanged_keys_is_that_of_one_rank(case, part):
-    assert_passed("halo.py", 2, case, part=part)
+@pytest.mark.parametrize("program, case, part", quick_and_slow_cases_of(*PROGRAMS))
+def test_sequence_parallel_attention_is_that_of_one_rank(program, case, part):
+    assert_passed(program, 2, case, part=part)
 
 
 @pytest.mark.slow("the same with more ranks")
