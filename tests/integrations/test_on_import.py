@@ -23,7 +23,10 @@ def output_of(code):
     "imports",
     [
         "import ds_sparse, importlib; importlib.reload(ds_sparse)",
-        "import transformers; transformers.BertModel; import ds_sparse, importlib; importlib.reload(ds_sparse)",
+        pytest.param(
+            "import transformers; transformers.BertModel; import ds_sparse, importlib; importlib.reload(ds_sparse)",
+            marks=pytest.mark.slow("a process; the tests of Transformers' models import in this order"),
+        ),
     ],
 )
 def test_the_name_is_known_in_either_order_of_imports(imports):
@@ -42,6 +45,7 @@ print(sum(type(finder).__module__ == "ds_sparse.integrations.on_import" for find
     assert output_of(code)[:2] == ["[]", "1"]
 
 
+@pytest.mark.slow("a process")
 def test_an_older_transformers_is_imported_without_us(tmp_path):
     package = tmp_path / "transformers"
     package.mkdir()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import assert_as_accurate
+from integrations.pairs import pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -151,8 +152,16 @@ def test_the_report_names_every_layer():
     assert f"{names[0]}  BertSelfAttention, ds_sparse  ->  BertSelfAttention, sdpa" in str(report)
 
 
-@pytest.mark.parametrize("block", [{key: RANDOM[key] for key in RANDOM if key != "seed"}, RANDOM, {"mode": "fixed"}])
-def test_a_saved_model_is_loaded_with_its_structure(family, block, tmp_path):
+SAVED = {
+    "random": {key: RANDOM[key] for key in RANDOM if key != "seed"},
+    "random, seeded": RANDOM,
+    "fixed": {"mode": "fixed"},
+}
+
+
+@pytest.mark.parametrize("name, saved", pairs(FAMILIES, SAVED))
+def test_a_saved_model_is_loaded_with_its_structure(name, saved, tmp_path):
+    family, block = FAMILIES[name], SAVED[saved]
     model, batch = make(family).eval(), make_batch()
     dense = model(**batch).logits
     ds_sparse.sparsify(model, block)

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from integrations.pairs import pairs
 
 import ds_sparse
 from ds_sparse.integrations.transformers import functions, structure_of
@@ -120,8 +121,7 @@ def test_a_dense_structure_gives_what_the_untouched_model_gives(name):
     assert model.config._attn_implementation != "ds_sparse"
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("name, structure", pairs(["llama", "gpt_neox"], STRUCTURES))
 def test_a_structure_gives_what_the_untouched_model_gives_under_its_mask(name, structure):
     model, batch = make(name), make_batch()
     block = STRUCTURES[structure] | {"block": BLOCK}
@@ -137,8 +137,7 @@ def test_a_structure_gives_what_the_untouched_model_gives_under_its_mask(name, s
     assert structure == "dense" or not torch.allclose(ours[0], dense[0], atol=1e-3)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+@pytest.mark.parametrize("name, structure", pairs(["gpt2", "gemma3"], STRUCTURES))
 def test_a_token_changes_nothing_before_it(name, structure):
     model = make(name).float()
     ds_sparse.sparsify(model, STRUCTURES[structure] | {"block": BLOCK})
@@ -182,8 +181,7 @@ def test_a_cache_of_a_window_for_layers_without_one_is_refused():
     assert model.generate(**options, use_cache=False).shape == (2, 23)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", ["gpt_neox", "gemma3"])
+@pytest.mark.parametrize("name, structure", pairs(["gpt_neox", "gemma3"], STRUCTURES))
 def test_generation_with_a_cache_is_that_without(name, structure):
     model, batch = make(name), make_batch(20, 6, 0)
     ds_sparse.sparsify(model, STRUCTURES[structure] | {"block": BLOCK})
