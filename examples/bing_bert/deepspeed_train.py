@@ -50,6 +50,7 @@ from report import (
     Metrics,
     Progress,
     forget_peak_memory,
+    how_long,
     mistakes,
     peak_memory_gib,
     read_metrics,
@@ -101,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     option("seed", metavar="N", type=int, default=42, help="seed of weights, dropout, data order, masks (default: 42)")
 
     group = parser.add_argument_group("training")
-    option("max-minutes", metavar="M", type=float, default=10.0, help="minutes to end after, in all (default: 10)")
+    option("max-minutes", metavar="M", type=float, default=5.0, help="minutes to end after, in all (default: 5)")
     option("max-steps", metavar="N", type=int, help="optimizer steps to end after, those before --resume included")
     option(
         "compare-dense",
@@ -504,13 +505,18 @@ def main() -> int:
     runs = [TrainingRun(name, args, config, model_config, data, folder / name) for name in names]
     found = [find_checkpoint(run) if args.resume else None for run in runs]
     positions = [Position.of(checkpoint) for checkpoint in found]
+    done = [
+        checkpoint is not None and is_done(run.name, position, args.max_steps, args)
+        for run, checkpoint, position in zip(runs, found, positions)
+    ]
     if args.dry_run:
-        for run, checkpoint, position in zip(runs, found, positions):
+        for run, position, is_run_done in zip(runs, positions, done):
             with torch.device("meta"):
                 model = build_model(run, arguments_of(run, position.layout_seed))
-            done = checkpoint is not None and is_done(run.name, position, args.max_steps, args)
-            dry_run.describe(run, model, position.step, done)
+            dry_run.describe(run, model, position.step, is_run_done)
         return 0
+    if not all(done):
+        say(f"{how_long(args.max_steps, args.max_minutes)}, and --resume continues it.")
     if dist.get_rank() == 0:
         data.write_manifest(folder)
 

@@ -14,7 +14,7 @@ from ds_sparse.plan.memory import GIB, fits, memory_of
 from ds_sparse.plan.plan import Plan, make_plan
 
 from device import DEVICE, device_name
-from report import say
+from report import end_in_words, say
 from training_run import TrainingRun
 
 
@@ -82,6 +82,5 @@ def _end(run: TrainingRun, step: int, done: bool) -> Iterator[str]:
         yield f"nothing left to train, {step} steps are done"
         return
     start = f"continues after step {step}" if step else "starts at step 0"
-    steps = f"step {args.max_steps} or " if args.max_steps else ""
-    yield f"{start}, and ends after {steps}{args.max_minutes:g} minutes"
+    yield f"{start}, and ends {end_in_words(args.max_steps, args.max_minutes)}"
     yield f"checkpoints every {args.save_steps} steps in {run.checkpoints}"

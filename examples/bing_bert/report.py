@@ -169,6 +169,18 @@ def speed_in_words(records: Sequence[Mapping[str, float]]) -> str:
     return f"{in_words(figures)} in the median step, {tokens_per_second(records):,.0f} tokens/s in all steps together"
 
 
+def end_in_words(max_steps: int | None, max_minutes: float) -> str:
+    """When a run ends by its options, as "after step 50 or 5 minutes"."""
+    steps = f"step {max_steps} or " if max_steps else ""
+    return f"after {steps}{max_minutes:g} minute{'' if max_minutes == 1 else 's'}"
+
+
+def how_long(max_steps: int | None, max_minutes: float) -> str:
+    """What a run says of its end when it begins to train, without a full stop."""
+    end = end_in_words(max_steps, max_minutes)
+    return f"The run ends {end} at most; a smaller --max-minutes or --max-steps ends it earlier"
+
+
 def forget_peak_memory() -> None:
     """Frees what an earlier run in this process left on the GPU, and measures its peak from here on."""
     if torch.cuda.is_initialized():

@@ -38,7 +38,7 @@ from byte_text import Text, readable
 from corpus import load_corpus
 from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
 from modeling import parameter_groups
-from report import Progress, forget_peak_memory, peak_memory_gib, say, speed_in_words
+from report import Progress, forget_peak_memory, how_long, peak_memory_gib, say, speed_in_words
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--corpus", metavar="NAME", default="stdlib", help="as of examples/bing_bert (default: stdlib)")
     add("--config-file", metavar="FILE", default=str(HERE / "neox_tiny.json"), help="a GPTNeoXConfig as JSON")
     add("--max-seq-length", metavar="N", type=int, default=1024, help="bytes in a sequence (default: 1024)")
-    add("--max-minutes", metavar="M", type=float, default=10.0, help="minutes to end after, in all (default: 10)")
+    add("--max-minutes", metavar="M", type=float, default=5.0, help="minutes to end after, in all (default: 5)")
     add("--max-steps", metavar="N", type=int, help="optimizer steps to end after")
     add("--compare-dense", action="store_true", help="train sparse in half of the time, then dense for as many steps")
     add("--warmup-steps", metavar="N", type=int, default=100, help="then inverse square root (default: 100)")
@@ -235,6 +235,7 @@ def main() -> None:
     load_kernels(check_for_deepspeed(config, args.deepspeed_config), args.deepspeed_config)
     text = Text(load_corpus(args.corpus).split(), args.max_seq_length, args.seed, args.eval_sequences)
     say(text.describe())
+    say(f"{how_long(args.max_steps, args.max_minutes)}.")
 
     names = ["sparse" if args.deepspeed_sparse_attention else "dense"] + ["dense"] * args.compare_dense
     folder, outcomes = new_folder(Path(args.output_dir)), {}

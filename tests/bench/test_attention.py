@@ -120,6 +120,7 @@ def test_a_peer_without_a_backward_is_timed_forward(monkeypatch):
     assert "composition       no backward or forward+backward: forward only" in "\n".join(attention.table(result))
 
 
+@pytest.mark.slow("compiles FlexAttention for half a minute")
 def test_flex_attention_is_timed_forward_on_a_cpu():
     case = Case("toy", "random", 16, 1, 2, 256, 16, {"density": 0.4})
     result = attention.run_case(case, ["ds_sparse", "flex"], torch.device("cpu"), "fp32", 2, 1.0)
@@ -196,6 +197,7 @@ def test_growth_is_over_half_the_length_of_the_same_batch_and_heads():
     ]
 
 
+@pytest.mark.slow("verifies and times for two seconds")
 def test_command_prints_tables_and_writes_the_rows(tmp_path, printed_again, monkeypatch):
     small = Case.small
     monkeypatch.setattr(Case, "small", lambda case: small(case, heads=2, seq_len=1024))
@@ -237,6 +239,7 @@ def test_command_says_when_ours_is_wrong(capsys, monkeypatch):
     assert "ds_sparse itself was wrong" in err
 
 
+@pytest.mark.slow("verifies and times for two seconds")
 def test_command_break_even_and_growth(tmp_path, printed_again, monkeypatch):
     small = Case.small
     monkeypatch.setattr(Case, "small", lambda case, **_: small(case, heads=1, seq_len=1024))

@@ -32,6 +32,7 @@ def wrong_layout(monkeypatch):
     )
 
 
+@pytest.mark.slow("verifies and times steps of every attention")
 def test_every_attention_is_measured_or_says_why_not(monkeypatch):
     monkeypatch.setitem(bert_results.MODEL, "cpu", bert_results.MODEL["cpu"] | {"num_hidden_layers": 1})
     monkeypatch.setitem(bert_results.TOKENS, "cpu", 1024)
@@ -68,6 +69,7 @@ def test_transformers_own_models_have_the_sizes_of_bert_and_their_sparse_attenti
         assert sum(one.startswith(kind) for one in kinds) == of_bert.num_hidden_layers == 4
 
 
+@pytest.mark.slow("verifies and times steps")
 def test_bigbird_of_transformers_is_left_out_where_it_would_be_dense():
     (*_, row) = bert.run_case(replace(CASE, seq_len=704), ["transformers-bigbird"], {}, CPU, repeats=1, seconds=1)
     assert row.reason == "up to 704 tokens it is dense"
@@ -134,6 +136,7 @@ def test_without_attention_the_value_is_the_output():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.slow("verifies steps of every attention")
 def test_a_wrong_structure_is_known(wrong_layout, dtype):
     assert bert.wrong_ones(["none", "sdpa", *cases.IN_BERT], dtype, CPU) == {}
     wrong_layout()
@@ -143,6 +146,7 @@ def test_a_wrong_structure_is_known(wrong_layout, dtype):
         assert "the gradient of the first layer's query weight has an RMS error" in reason
 
 
+@pytest.mark.slow("verifies steps of every attention")
 def test_a_wrong_structure_is_not_timed(wrong_layout, capsys):
     wrong_layout()
     assert main("bench bert --peers bigbird-16 --repeats 3 --seconds 1".split()) == 1
@@ -164,6 +168,7 @@ def test_what_fails_is_named_in_the_table(monkeypatch):
     assert [line.split()[1:3] for line in list(bert_results.table(CASE, rows))[2:]] == [["no", "time:"]] * 3
 
 
+@pytest.mark.slow("verifies and times steps of every attention")
 def test_command_prints_a_table_and_writes_the_rows(tmp_path, printed_again):
     path = tmp_path / "rows.json"
     arguments = (
@@ -180,6 +185,7 @@ def test_command_prints_a_table_and_writes_the_rows(tmp_path, printed_again):
     assert "of ceiling" in printed and "labelled tokens predicted" in printed
 
 
+@pytest.mark.slow("verifies and times steps")
 def test_lengths_without_a_layout_are_named_and_are_no_failure(capsys):
     assert (
         main("bench bert --seq-len 128 --peers longformer-64,flex-longformer-64 --repeats 1 --seconds 1".split()) == 0
@@ -216,6 +222,7 @@ def test_the_longest_sequence_is_looked_for_attention_by_attention(monkeypatch, 
     assert last[1].startswith("the longest that fits, bigbird-64, dropout 0, bf16, labelled tokens predicted:")
 
 
+@pytest.mark.slow("starts a process that trains a step")
 def test_a_try_is_a_step_in_a_process_of_its_own():
     case = replace(CASE, seq_len=0, whole_step=True, is_try=True)
     tried, row = bert_longest.attempt("bigbird-64", case, CPU, 1024, 60)

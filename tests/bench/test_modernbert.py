@@ -36,6 +36,7 @@ def other_documents(monkeypatch):
     )
 
 
+@pytest.mark.slow("verifies and times steps of every attention")
 def test_steps_compare_with_the_floor():
     rows = measured("sdpa", "ds_sparse-padded")
     assert list(rows) == ["floor", "sdpa", "ds_sparse-padded"]
@@ -46,6 +47,7 @@ def test_steps_compare_with_the_floor():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.slow("verifies steps of every attention")
 def test_all_attentions_are_verified(other_documents, dtype):
     assert modernbert.wrong_ones(["floor", *ON_CPU], dtype, CPU) == {}
     other_documents()
@@ -56,6 +58,7 @@ def test_all_attentions_are_verified(other_documents, dtype):
 
 
 @pytest.mark.parametrize("name", ["ds_sparse", "flash_attention_4"])
+@pytest.mark.slow("trains steps for three seconds")
 def test_the_flat_row_says_where_documents_are(monkeypatch, name):
     """An attention that goes by the edges alone is right, as FlashAttention's is."""
     structure = IN_BERT[modernbert.STRUCTURE](2)
@@ -78,6 +81,7 @@ def test_the_flat_row_says_where_documents_are(monkeypatch, name):
         modernbert.verify(name, "fp32", CPU, {})
 
 
+@pytest.mark.slow("verifies steps of every attention")
 def test_a_dense_one_is_not_taken_for_the_structure():
     known = {}
     modernbert.verify("sdpa", "fp32", CPU, known)
@@ -214,6 +218,7 @@ def test_padded_batches_keep_the_order_and_end_where_they_would_be_too_large():
         assert (len(batch) + 1) * max(*batch, after[0]) > case.tokens
 
 
+@pytest.mark.slow("verifies and times steps of every attention")
 def test_command_prints_a_table_and_writes_the_rows(tmp_path, printed_again):
     path = tmp_path / "rows.json"
     arguments = "bench modernbert --peers ds_sparse-padded,sdpa --labelled-only --repeats 3 --seconds 1"

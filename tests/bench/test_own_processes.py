@@ -1,6 +1,8 @@
 import queue
 from types import SimpleNamespace
 
+import pytest
+
 from ds_sparse.bench.own_processes import FORKSERVER, Failure, next_result, results_of
 from ds_sparse.bench.reasons import took_too_long
 
@@ -23,6 +25,7 @@ def test_no_more_results_are_waited_for_than_asked_for():
     assert list(results_of(count, [(2,)], [60], FORKSERVER)) == [0]
 
 
+@pytest.mark.slow("starts a process with torch")
 def test_a_process_that_ends_without_a_word_is_named():
     broken, done = SimpleNamespace(exitcode=-9), SimpleNamespace(exitcode=0)
     assert next_result(queue.Queue(), [done, broken], 60) == Failure("a process ended with status -9")

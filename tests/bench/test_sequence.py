@@ -21,6 +21,7 @@ def task(case=CASE, parallel=SEQUENCE, alone=None):
     return Task(case, 1 if parallel == ALONE else 2, parallel, 3, 1.0, 1, alone)
 
 
+@pytest.mark.slow("trains on one rank, then on two")
 def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     path = tmp_path / "rows.json"
     arguments = f"{SAVING} --seq-len 512 --tokens 1100 --repeats 1 --seconds 1 --json {path}"

@@ -30,6 +30,7 @@ def test_a_step_that_takes_too_long_is_timed_once():
     assert found["fast"].rounds == 3
 
 
+@pytest.mark.slow("trains steps of several models")
 def test_what_fails_at_once_or_later_is_named_and_the_others_are_timed():
     calls = []
 

@@ -264,6 +264,7 @@ class OfEachBase(torch.nn.Module):
 QUICK = ["bench", "train", "--experiment", "dna", "--quick", "--tokens", "4096", "--arms"]
 
 
+@pytest.mark.slow("trains every arm")
 def test_a_quick_run_says_loss_and_f1_of_each_arm(tmp_path):
     assert main([*QUICK, "dense-64,bigbird-512", "--json", str(tmp_path / "out.json")]) == 0
     cases, rows = zip(*load(str(tmp_path / "out.json"))[2])
@@ -275,6 +276,7 @@ def test_a_quick_run_says_loss_and_f1_of_each_arm(tmp_path):
         assert [point.asked for point in row.curve] == ["masked bases", "genes"]
 
 
+@pytest.mark.slow("trains every arm")
 def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_path, capsys):
     dna_synthetic.write_genome(tmp_path / "mine")
     dna_synthetic.write_genome(tmp_path / "other")
@@ -296,6 +298,7 @@ def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_pat
         assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow("trains in processes that are killed")
 def test_a_run_that_is_killed_amid_genes_goes_on_and_keeps_what_it_said_of_masked_bases(tmp_path, monkeypatch):
     command = [*QUICK, "dense-64", "--tokens", "16384", "--save-seconds", "0", "--folder"]
     assert main([*command, str(tmp_path / "whole"), "--json", str(tmp_path / "whole.json")]) == 0

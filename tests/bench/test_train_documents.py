@@ -199,6 +199,7 @@ def test_copies_of_other_packages_are_no_sources():
     assert paths and not [path for path in paths if documents_texts.COPIED & set(Path(path).parts)]
 
 
+@pytest.mark.slow("trains every arm")
 def test_a_quick_run_says_accuracy_of_each_arm(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(documents_texts, "MOST_FILES", 12)
     arms = ["dense-64", "bslongformer-512"]

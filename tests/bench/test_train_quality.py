@@ -49,6 +49,7 @@ def test_the_data_is_pieces_of_whole_documents(prepared):
     assert not {row.tobytes() for row in train} & {row.tobytes() for row in held_out}
 
 
+@pytest.mark.slow("trains every arm")
 def test_quick_compares_the_arms(folder, tmp_path, printed_again):
     path = tmp_path / "rows.json"
     assert run(folder, "--json", path, "--arms", "dense-64,dense-512,bigbird-512") == 0
@@ -62,6 +63,7 @@ def test_quick_compares_the_arms(folder, tmp_path, printed_again):
     assert "far_loss: dense-64 " in printed
 
 
+@pytest.mark.slow("trains in processes that are killed")
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(folder, tmp_path, monkeypatch):
     whole = shutil.copytree(folder, tmp_path / "whole")
     arms = "--arms", "dense-64,continued-bigbird-512", "--save-seconds", 0
@@ -104,6 +106,7 @@ def test_jobs_of_another_process_and_after_the_time_are_not_trained(folder, tmp_
     ]
 
 
+@pytest.mark.slow("trains every arm twice")
 def test_both_budgets_are_trained_with_each_seed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(quality, "prepare", lambda *_: None)
     path = tmp_path / "rows.json"

@@ -72,6 +72,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.slow("saves and continues in ranks that are killed, for ten seconds")
 def test_a_kill_and_a_full_disk_leave_a_checkpoint_that_continues_exactly(attack):
     """Real kills, of forks that are ranks; the program does more of each by hand."""
     options, least = ATTACKS[attack]
@@ -333,6 +334,7 @@ print(ranks.run(folder, 3).printed)
 """
 
 
+@pytest.mark.slow("trains on two ranks")
 def test_ranks_agree_on_what_one_of_them_finds_and_on_what_one_cannot_write(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", TWO_RANKS, Path(__file__).parent, tmp_path],

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from damage import read_state, sealed, wrong_with
@@ -41,6 +42,7 @@ def test_a_state_without_its_seal_is_damaged(tmp_path):
     assert read_state(file) == ({}, f"{file} is damaged: what it holds does not fit its own checksum")
 
 
+@pytest.mark.slow("reads a file of 12,000 bits as often")
 def test_each_flipped_bit_of_a_tensor_is_found(tmp_path):
     file = tmp_path / "a.pt"
     torch.save(torch.arange(4), file)

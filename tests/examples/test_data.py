@@ -258,6 +258,7 @@ def test_the_standard_library_without_its_tests():
     assert len({document.sha256 for document in found.documents}) == len(identifiers)
 
 
+@pytest.mark.slow("reads all installed packages")
 def test_site_packages_adds_every_installed_package():
     identifiers = [document.id for document in load_corpus("site-packages").documents]
     assert "stdlib/argparse.py" in identifiers
@@ -389,6 +390,7 @@ def test_too_little_text_for_both_sides_is_one_sentence():
         Corpus("tiny", [Document("a.txt", "ab")]).split()
 
 
+@pytest.mark.slow("starts processes")
 def test_the_vocabulary_is_the_same_in_every_process(tokenized):
     """The trainer's own numbering changes from process to process."""
     program = (
@@ -446,6 +448,7 @@ def test_a_second_run_reads_the_cache_and_a_changed_text_does_not(folder, monkey
     assert open_corpus(str(folder), 640).directory not in (first.directory, open_corpus(str(folder), 512).directory)
 
 
+@pytest.mark.slow("starts a process to kill it")
 def test_a_killed_run_leaves_nothing_that_a_later_one_takes_for_whole(folder, cache):
     program = (
         "import os, signal, sys, numpy, data\n"
@@ -505,6 +508,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name, expected", [("{folder}", "opened"), ("{folder}/no.txt", "refused There is no file")])
+@pytest.mark.slow("starts two ranks")
 def test_rank_0_makes_the_cache_and_every_rank_gets_the_same_answer(folder, tmp_path, name, expected):
     arguments = [str(tmp_path / "meeting_place"), name.format(folder=folder)]
     ranks = [
@@ -814,6 +818,7 @@ def test_the_same_texts_elsewhere_share_the_cache_and_not_the_origin(folder, tmp
     assert second.summary["corpus"] == str(moved) != first.summary["corpus"]
 
 
+@pytest.mark.slow("tokenizes a part of the standard library")
 def test_part_of_the_standard_library_at_2048_tokens(monkeypatch):
     documents = corpus_module.load_corpus("stdlib").documents[:150]
     monkeypatch.setattr(data_module, "load_corpus", lambda name, column, scratch: Corpus(name, documents))

@@ -236,6 +236,7 @@ def test_a_run_shows_layout_losses_and_the_unigram_line(one_rank):
     assert "density" in printed and "sparse attention is on in 2 of 2 attention layers" in printed
     assert f"after {STEPS} steps" in printed and "unigram cross-entropy" in printed
     assert "Training on the CPU" in printed
+    assert f"\nThe run ends after step {STEPS} or 5 minutes at most; " in printed
     folder = output / "0001"
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG") and (folder / "sparse" / "layout.png").exists()
     page = (folder / "report.html").read_text()
@@ -254,6 +255,7 @@ def test_a_run_starts_at_the_unigram_line(one_rank):
     assert losses(output)[0][3] == pytest.approx(unigram, abs=0.05)
 
 
+@pytest.mark.slow("trains, continues and compares in several processes")
 def test_a_run_ends_with_masked_lines_and_what_fills_them_in(one_rank, resumed, comparison):
     *_, lines = one_rank[1].partition("Held-out lines with masked words")
     assert lines.count("[MASK]") == 4 * lines.count("the text") > 0
@@ -263,11 +265,12 @@ def test_a_run_ends_with_masked_lines_and_what_fills_them_in(one_rank, resumed, 
 
 
 @pytest.mark.parametrize("launcher, stage", [("torchrun", 0), ("deepspeed", 2)])
+@pytest.mark.slow("starts a launcher and two ranks")
 def test_two_ranks_agree_with_one(workplace, one_rank, launcher, stage):
     output = workplace / f"{launcher}{stage}"
     config = write_config(workplace, f"{launcher}{stage}.json", zero_optimization={"stage": stage})
     printed = succeed(workplace, output, "--deepspeed_sparse_attention", config=config, launcher=LAUNCHERS[launcher])
-    assert printed.count(f"after {STEPS} steps") == 1
+    assert printed.count(f"after {STEPS} steps") == printed.count("The run ends after") == 1
     for mine, theirs in zip(losses(output), losses(one_rank[0]), strict=True):
         assert mine[0] == theirs[0]
         for ours, reference in zip(mine[1:], theirs[1:]):
@@ -275,6 +278,7 @@ def test_two_ranks_agree_with_one(workplace, one_rank, launcher, stage):
             assert ours is None or abs(ours - reference) < 1e-5
 
 
+@pytest.mark.slow("starts a launcher and two ranks")
 def test_zero_3_with_a_rank_that_has_no_held_out_sequence(workplace, one_rank):
     """ZeRO 3 gathers weights from all ranks in each forward, so one that does fewer of them would stop the others."""
     output, config = workplace / "one_sequence", write_config(workplace, "z3.json", zero_optimization={"stage": 3})
@@ -284,6 +288,7 @@ def test_zero_3_with_a_rank_that_has_no_held_out_sequence(workplace, one_rank):
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
+@pytest.mark.slow("trains in three processes")
 def test_a_killed_run_resumes_with_the_same_losses_bit_for_bit(workplace, many_steps):
     more = ("--deepspeed_sparse_attention", "--max_steps", str(MANY_STEPS))
     output, step = workplace / "killed", random.Random().randrange(2, 10)
@@ -293,6 +298,7 @@ def test_a_killed_run_resumes_with_the_same_losses_bit_for_bit(workplace, many_s
     assert losses(output) == losses(many_steps), f"killed after step {step}"
 
 
+@pytest.mark.slow("trains, is stopped and continues in three processes")
 def test_a_resume_without_a_checkpoint_says_that_it_starts_again(one_rank, resumed):
     output, printed = resumed["from the start"]
     assert "has no checkpoint of it yet; it starts from step 0" in printed
@@ -337,6 +343,7 @@ def test_the_monitors_of_the_json_get_the_figures_by_sequences(monitored):
     assert (folder / "sparse_mlm_loss.csv").exists() and (folder / "sparse_tokens_per_second.csv").exists()
 
 
+@pytest.mark.slow("trains, is stopped and continues in three processes")
 def test_a_finished_run_continues_with_more_steps(resumed):
     output, printed = resumed["longer"]
     assert f"continuing after step {STEPS}" in printed and f"after {STEPS + 2} steps" in printed
@@ -344,9 +351,11 @@ def test_a_finished_run_continues_with_more_steps(resumed):
     assert losses(output)[-1] == losses(resumed["from the start"][0])[-1]
 
 
+@pytest.mark.slow("trains, is stopped and continues in three processes")
 def test_a_finished_run_has_nothing_left_to_do_and_writes_no_checkpoint(one_rank, resumed):
     output, printed = resumed["again"]
     assert f"nothing left to train, {STEPS} steps are done" in printed and f"after {STEPS} steps" in printed
+    assert "The run ends" not in printed
     assert losses(output) == losses(one_rank[0])
     assert checkpoint_files(output) == checkpoint_files(one_rank[0])
 
@@ -358,6 +367,7 @@ def checkpoint_files(output):
     return {path.relative_to(folder).as_posix(): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+@pytest.mark.slow("trains, is stopped and continues in three processes")
 def test_a_damaged_run_says_what_is_damaged_and_continues_from_the_checkpoint_before(resumed):
     output, printed = resumed["damaged"]
     folder = output / "0001" / "sparse"
@@ -371,6 +381,7 @@ def test_a_damaged_run_says_what_is_damaged_and_continues_from_the_checkpoint_be
     assert training_losses(output) == expected[:1] + expected[2:]
 
 
+@pytest.mark.slow("trains in a process that is stopped")
 def test_a_stopped_run_saves_and_says_how_to_continue(stopped):
     output, printed = stopped
     step = losses(output)[-1][0]
@@ -379,6 +390,7 @@ def test_a_stopped_run_saves_and_says_how_to_continue(stopped):
     assert (output / "0001" / "sparse" / "checkpoints" / "latest").read_text() == f"step{step}"
 
 
+@pytest.mark.slow("trains, is stopped and continues in three processes")
 def test_a_stopped_run_that_has_its_steps_only_gets_its_held_out_loss(stopped, resumed):
     output, printed = resumed["stopped"]
     step = losses(stopped[0])[-1][0]
@@ -391,6 +403,7 @@ def test_a_stopped_run_that_has_its_steps_only_gets_its_held_out_loss(stopped, r
     assert kept and all(after[name] == before[name] for name in kept)  # not written over
 
 
+@pytest.mark.slow("starts the script for three seconds")
 def test_a_second_interrupt_ends_the_process_at_once(workplace):
     """In the deepspeed launcher a SIGTERM follows the terminal's Ctrl-C; that is no second one."""
     code = (
@@ -407,6 +420,7 @@ def test_a_second_interrupt_ends_the_process_at_once(workplace):
     assert "goes on" in done.stdout and "still there" not in done.stdout
 
 
+@pytest.mark.slow("compares for as long as it may")
 def test_a_comparison_trains_dense_for_no_more_steps_than_sparse(comparison):
     output, printed = comparison
     sparse, dense = (training_losses(output, name)[-1][0] for name in ("sparse", "dense"))
@@ -417,6 +431,7 @@ def test_a_comparison_trains_dense_for_no_more_steps_than_sparse(comparison):
     assert (output / "0001" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow("compares for as long as it may")
 def test_a_resumed_comparison_does_not_train_sparse_on_by_minutes(workplace, comparison):
     """As if it had been killed before the first checkpoint of dense, which then takes the steps of sparse."""
     output = copied(comparison[0], workplace / "comparison_again")
@@ -445,6 +460,7 @@ def shipped_configs():
     return sorted(path for path in CONFIGS.glob("*.json") if path.stem != "sparse_attention.schema")
 
 
+@pytest.mark.slow("trains with every shipped JSON")
 def test_the_same_json_without_the_flag_trains_dense(workplace, trained):
     ended, printed = trained["no flag"]
     assert ended == 0 and "has a sparse_attention block and it is off" in printed
@@ -453,6 +469,7 @@ def test_the_same_json_without_the_flag_trains_dense(workplace, trained):
 
 
 @pytest.mark.parametrize("name", [path.stem for path in shipped_configs()])
+@pytest.mark.slow("trains with every shipped JSON")
 def test_every_shipped_json_trains(trained, name):
     ended, printed = trained[name]
     assert ended == 0 and "after 1 steps" in printed
@@ -486,6 +503,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("stage", range(4))
+@pytest.mark.slow("trains 24 runs")
 def test_every_zero_stage_trains_saves_and_resumes_exactly(zero, device, stage):
     for precision in PRECISIONS[device]:
         whole, half, resumed = (zero[stage, precision, part] for part in ("whole", "half", "resumed"))
@@ -539,6 +557,7 @@ def dry(workplace, one_rank):
     return dict(zip(runs, found))
 
 
+@pytest.mark.slow("starts the script for four seconds")
 def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(workplace, dry):
     ended, printed = dry["new"]
     assert ended == 0
@@ -547,12 +566,14 @@ def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(workplace, dry):
     assert "dense: layers 0-1: dense\n" in printed
     assert "a step has 4 sequences, 1,024 tokens, 2 at once, 2 times, on 1 rank, ZeRO 0; an epoch has " in printed
     assert "TFLOP a step and rank" in printed and "the time of a step is not known" in printed
-    assert f"sparse: starts at step 0, and ends after step {STEPS} or 10 minutes" in printed
+    assert f"sparse: starts at step 0, and ends after step {STEPS} or 5 minutes" in printed
+    assert "The run ends" not in printed
     folder = workplace / "dry" / "0001"
     for name in ("sparse", "dense"):
         assert f"{name}: checkpoints every 1 steps in {folder / name / 'checkpoints'}" in printed
 
 
+@pytest.mark.slow("starts the script for four seconds")
 def test_a_dry_run_says_what_it_would_continue_or_why_it_could_not(dry):
     ended, printed = dry["continues"]
     assert ended == 0 and f"continues after step {STEPS}, and ends after step {STEPS + 2}" in printed
@@ -573,6 +594,7 @@ def test_the_help_has_every_option_once_in_either_spelling(refused):
     assert "\n  --deepspeed_config " in printed and "--max_steps" not in printed
 
 
+@pytest.mark.slow("starts the script for four seconds")
 def test_a_wrong_json_ends_the_process_with_a_sentence_and_leaves_the_run_as_it_is(workplace, one_rank):
     config = write_config(workplace, "wrong.json", optimizer={"type": "AdamW", "params": {"lrr": 1}})
     before = (one_rank[0] / "0001" / "manifest.json").read_bytes()

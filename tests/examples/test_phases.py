@@ -60,6 +60,7 @@ def weights(run, step):
     return torch.load(file, weights_only=False)["module"]
 
 
+@pytest.mark.slow("trains three phases")
 def test_each_phase_begins_where_the_one_before_ended(ran):
     folder, _ = ran
     short, middle = folder / "1-128-dense" / "0001" / "dense", folder / "2-256-dense" / "0001" / "dense"
@@ -73,6 +74,7 @@ def test_each_phase_begins_where_the_one_before_ended(ran):
     assert weights(long, 2)[earlier_weights.POSITIONS].shape[0] == 1024
 
 
+@pytest.mark.slow("trains three phases")
 def test_the_original_json_trains_all_phases_and_says_what_it_does_without(ran):
     _, printed = ran
     assert printed.count("The JSON asks for Lamb, which DeepSpeed has on GPUs only: AdamW with lr 1e-3") == 6
@@ -80,6 +82,7 @@ def test_the_original_json_trains_all_phases_and_says_what_it_does_without(ran):
         assert lines in printed
 
 
+@pytest.mark.slow("trains three phases")
 def test_the_same_command_trains_no_finished_phase_again(ran):
     folder, printed = ran
     assert printed.count("nothing left to train") == 3

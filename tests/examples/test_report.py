@@ -7,7 +7,7 @@ import sys
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from report import Metrics, Progress, median_figures, mistakes, read_metrics, say, speed_in_words
+from report import Metrics, Progress, how_long, median_figures, mistakes, read_metrics, say, speed_in_words
 
 FIGURES = {"tokens_per_second": 1000.0, "model_tflops": 0.25}
 
@@ -138,3 +138,9 @@ def test_mistakes_name_the_key_and_what_was_given():
     sentence = mistakes(caught.value)
     assert "fp16: " in sentence and "(given true)" in sentence and "optimizer.type: Field required" in sentence
     assert "http" not in sentence and "\n" not in sentence
+
+
+def test_a_run_says_when_it_ends_and_how_to_have_it_shorter():
+    earlier = "; a smaller --max-minutes or --max-steps ends it earlier"
+    assert how_long(None, 5.0) == f"The run ends after 5 minutes at most{earlier}"
+    assert how_long(50, 1.0) == f"The run ends after step 50 or 1 minute at most{earlier}"

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow("times saves and loads for six seconds")
 def test_each_part_of_a_save_and_of_a_load_is_timed():
     program = Path(__file__).with_name("time_checkpoints.py")
     done = subprocess.run(

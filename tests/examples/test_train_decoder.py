@@ -43,11 +43,13 @@ def start(folder: Path, config: dict, *options: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
 
 
+@pytest.mark.slow("trains two decoders")
 def test_sparse_and_dense_learn_write_and_are_saved(folder: Path):
     options = ("--compare-dense", "--max-steps", "40", "--warmup-steps", "10", "--generate", "40")
     ended = start(folder, JSON, "--deepspeed_sparse_attention", *options)
     assert ended.returncode == 0, ended.stderr
     assert "sparse attention is on in 2 of 2 attention layers" in ended.stdout
+    assert ended.stdout.count("The run ends after step 40 or 5 minutes at most; ") == 1
     found = re.findall(r"(sparse|dense): held-out loss ([\d.]+) nats a byte after 40 steps", ended.stdout)
     unigram = float(re.search(r"the unigram cross-entropy is ([\d.]+)", ended.stdout)[1])
     assert [name for name, _ in found] == ["sparse", "dense"]
@@ -64,6 +66,7 @@ def test_sparse_and_dense_learn_write_and_are_saved(folder: Path):
     assert torch.equal(sparse(tokens).logits, dense(tokens).logits)
 
 
+@pytest.mark.slow("starts the script for five seconds")
 def test_what_it_does_not_train_with_ends_in_a_sentence(folder: Path):
     ended = start(folder, JSON | {"fp16": {"enabled": True}}, "--generate", "0")
     assert ended.returncode == 1

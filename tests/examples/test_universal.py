@@ -80,12 +80,14 @@ def moved(workplace):
 
 
 @pytest.mark.parametrize("stage", range(4))
+@pytest.mark.slow("trains 13 runs on up to four ranks")
 def test_a_run_goes_on_with_any_number_of_ranks_as_on_one(moved, stage):
     """The same sequences in the same order, the same draws of dropout, the optimizer's states where they were."""
     assert len(moved["alone"]) == 6
     assert moved[f"zero{stage}"] == pytest.approx(moved["alone"], abs=1e-5)
 
 
+@pytest.mark.slow("trains 13 runs on up to four ranks")
 def test_no_universal_checkpoint_is_left(workplace, moved):
     folder = workplace / "zero1" / "0001" / "sparse" / "checkpoints"
     assert {path.name for path in folder.iterdir() if path.suffix != ".py"} == {"latest", "step4", "step6"}
@@ -95,6 +97,7 @@ def test_no_universal_checkpoint_is_left(workplace, moved):
     assert set(folder.iterdir()) == before
 
 
+@pytest.mark.slow("trains 13 runs on up to four ranks")
 def test_what_cannot_be_moved_ends_in_a_sentence_before_anything_is_built(workplace, moved):
     other = {"zero_optimization": {"stage": 1}, "train_batch_size": 16}
     ((ended, printed),) = run(workplace, [[1, arguments(workplace, "zero1", 8, "--resume", **other)]])

@@ -27,6 +27,7 @@ def test_committed_rates_are_those_of_the_results(made):
     assert close(FILE.read_text(), written(made[1])), "run website/plan_table.py"
 
 
+@pytest.mark.slow("plans every measured step")
 def test_the_table_is_that_of_the_results(made):
     page = plan_table.PAGE.read_text()
     assert plan_table.with_table(page, *made) == page, "run website/plan_table.py"
