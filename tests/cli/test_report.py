@@ -67,13 +67,20 @@ def test_json_has_every_fact_and_the_problems(capsys):
     assert "hopper" in found["others"]["cpu"]
 
 
-@pytest.mark.parametrize(("name", "limit"), [("ATEN_CPU_CAPABILITY", "default"), ("DS_SPARSE_CPU", "portable")])
+SLOW = pytest.mark.slow("starts a process with torch")
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [pytest.param("ATEN_CPU_CAPABILITY", "default", marks=SLOW), ("DS_SPARSE_CPU", "portable")],
+)
 def test_the_instruction_set_is_that_of_the_environment(name, limit):
     found = json.loads(report_of(PACKAGE.parent, "--json", **{name: limit}).stdout)
     assert found["instruction_set"] == "portable"
     assert f"{name} is '{limit}', which bounds" in found["problems"][-1]["what"]
 
 
+@SLOW
 def test_an_instruction_set_that_does_not_run_is_a_problem():
     done = report_of(PACKAGE.parent, DS_SPARSE_CPU="sse9")
     assert done.returncode == 0, done.stderr
@@ -87,6 +94,7 @@ def test_without_a_library_it_says_how_to_build_one(tmp_path):
     assert str(tmp_path) not in done.stdout
 
 
+@SLOW
 def test_a_library_that_does_not_load_is_named_with_the_loaders_reason(tmp_path):
     (copied(tmp_path) / "ds_sparse" / "lib" / "libds_sparse_cpu.so").write_bytes(b"no library")
     done = report_of(tmp_path)
@@ -142,6 +150,7 @@ def test_nothing_is_advised_where_all_is_well():
         ({"driver_cuda": 12080}, "is of CUDA 13, and the driver serves CUDA 12.8 at most", "update the driver"),
         ({"gpu_capability": "7.5"}, "has compute capability 7.5", "use the CPU"),
         ({"features": ["amx_bf16"], "instruction_set": "avx512"}, "Linux does not let this process", "arch_prctl"),
+        ({"cpu_limits": {"DS_SPARSE_CPU": "sse9"}}, "is 'sse9', which is no instruction set that this", "unset it"),
         ({"torch_hip": "7.0", "gpus": [], "gpu": ""}, "AMD GPUs", "NVIDIA GPU"),
         ({"installed": "0.0.9"}, "pip has ds_sparse 0.0.9", "PYTHONPATH"),
         ({"packages": {"torch": "2.10.1+cu128"}}, "torch is 2.10.1+cu128, and ds_sparse takes 2.11", "torch>=2.11"),

@@ -116,6 +116,7 @@ def runs(tmp_path_factory, device):
         run.process.terminate()
 
 
+@pytest.mark.slow("starts five jobs of two ranks each")
 def test_a_script_that_only_knows_deepspeed_initialize_trains_sparse_on_all_ranks(runs):
     run = runs["training"]
     status, printed = run.finish()
@@ -136,6 +137,7 @@ def on_cpu(runs):
     return runs
 
 
+@pytest.mark.slow("starts five jobs of two ranks each")
 def test_a_node_is_told_in_arguments_and_the_status_of_a_rank_that_fails_comes_back(on_cpu):
     run = on_cpu["node"]
     ranks = [run.seen(0), run.seen(1)]
@@ -147,6 +149,7 @@ def test_a_node_is_told_in_arguments_and_the_status_of_a_rank_that_fails_comes_b
     assert not psutil.pid_exists(ranks[0]["pid"])
 
 
+@pytest.mark.slow("starts five jobs of two ranks each")
 def test_sigterm_ends_the_ranks(on_cpu):
     run = on_cpu["waiting"]
     ranks = [run.seen(0), run.seen(1)]
@@ -157,6 +160,7 @@ def test_sigterm_ends_the_ranks(on_cpu):
     assert not any(psutil.pid_exists(rank["pid"]) for rank in ranks)
 
 
+@pytest.mark.slow("starts five jobs of two ranks each")
 def test_a_mode_that_stays_unknown_is_one_sentence_of_rank_0(on_cpu):
     status, printed = on_cpu["unregistered"].finish()
     assert status == 1, printed
@@ -164,6 +168,7 @@ def test_a_mode_that_stays_unknown_is_one_sentence_of_rank_0(on_cpu):
     assert "Traceback" not in printed and "SparseAttentionConfigError" not in printed
 
 
+@pytest.mark.slow("starts five jobs of two ranks each")
 def test_all_ranks_draw_the_blocks_of_a_users_structure_by_one_seed(on_cpu):
     status, printed = on_cpu["draws"].finish()
     assert status == 0, printed
@@ -204,6 +209,7 @@ def test_without_deepspeed_it_is_a_sentence():
     assert done.stderr.startswith("ds_sparse run: ") and "pip install 'ds_sparse[deepspeed]'" in done.stderr
 
 
+@pytest.mark.slow("makes a virtual environment, and starts a rank in it")
 @pytest.mark.parametrize("found_by", ["path", "folder"])
 def test_a_checkout_that_is_not_installed_runs(tmp_path: Path, found_by: str):
     checkout, python = Path(__file__).parents[2], tmp_path / "venv" / "bin" / "python"
