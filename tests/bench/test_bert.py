@@ -194,6 +194,7 @@ def test_lengths_without_a_layout_are_named_and_are_no_failure(capsys):
     assert printed.out.count("no time: not tried: longformer-64 has no layout of 128 tokens") == 2
 
 
+@pytest.mark.slow("verifies steps of two modes")
 def test_random_blocks_of_modes_are_the_same_at_every_call():
     assert bert.wrong_ones(["bigbird-default-64", "transformers_bigbird-default-64"], "fp32", CPU) == {}
 

@@ -108,6 +108,7 @@ def test_no_name_of_a_package_is_left(sources):
         assert 500 <= len(text.text) <= 900
 
 
+@pytest.mark.slow("reads files of installed packages")
 def test_no_class_of_installed_packages_can_be_read_from_a_text():
     """Of what is installed here, a few files of each package."""
     sources = documents_texts.installed_sources()

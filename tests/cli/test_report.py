@@ -70,10 +70,8 @@ def test_json_has_every_fact_and_the_problems(capsys):
 SLOW = pytest.mark.slow("starts a process with torch")
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [pytest.param("ATEN_CPU_CAPABILITY", "default", marks=SLOW), ("DS_SPARSE_CPU", "portable")],
-)
+@SLOW
+@pytest.mark.parametrize(("name", "limit"), [("ATEN_CPU_CAPABILITY", "default"), ("DS_SPARSE_CPU", "portable")])
 def test_the_instruction_set_is_that_of_the_environment(name, limit):
     found = json.loads(report_of(PACKAGE.parent, "--json", **{name: limit}).stdout)
     assert found["instruction_set"] == "portable"

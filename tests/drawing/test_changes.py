@@ -43,7 +43,10 @@ def test_what_repeats_from_row_to_row_is_not_written_again():
 @pytest.mark.parametrize(
     "structure",
     [
-        BigBirdSparsityConfig(1, 64, num_random_blocks=3, seed=1),
+        pytest.param(
+            BigBirdSparsityConfig(1, 64, num_random_blocks=3, seed=1),
+            marks=pytest.mark.slow("draws a million tokens' random blocks"),
+        ),
         BSLongformerSparsityConfig(1, 64, num_sliding_window_blocks=17, global_block_indices=[0, 9000]),
         FixedSparsityConfig(1, 64),
         VariableSparsityConfig(1, 64, local_window_blocks=[16, 512]),

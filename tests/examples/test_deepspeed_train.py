@@ -307,23 +307,36 @@ def test_a_resume_without_a_checkpoint_says_that_it_starts_again(one_rank, resum
 
 
 @pytest.fixture(scope="module")
-def monitored(workplace):
+def short_runs(workplace, one_rank):
+    """Lists of runs that train few steps or none, in one process: how each `main` ended and what it printed."""
+    kinds = {"monitored": monitored_runs(workplace), "refused": refused_runs(workplace, one_rank[0])}
+    kinds["dry"] = dry_runs(workplace, one_rank[0])
+    before = checkpoint_files(one_rank[0])
+    found = iter(run_in_one_process(workplace, list(itertools.chain(*kinds.values()))))
+    assert checkpoint_files(one_rank[0]) == before and not (workplace / "dry").exists()
+    return {kind: [next(found) for _ in runs] for kind, runs in kinds.items()}
+
+
+def monitored_runs(workplace):
     """A job that is started twice with the same command but for its steps, watched by DeepSpeed's monitor."""
-    output, monitor = workplace / "monitored", workplace / "monitor"
-    csv = {"enabled": True, "output_path": str(monitor), "job_name": "job"}
+    csv = {"enabled": True, "output_path": str(workplace / "monitor"), "job_name": "job"}
     config = write_config(workplace, "monitored.json", csv_monitor=csv)
     flags = ("--deepspeed_sparse_attention", "--resume-or-start", "--eval-steps", "2", "--max_steps")
-    runs = [command(workplace, output, *flags, steps, config=config) for steps in ("2", "4")]
-    found = run_in_one_process(workplace, runs)
+    return [command(workplace, workplace / "monitored", *flags, steps, config=config) for steps in ("2", "4")]
+
+
+@pytest.fixture(scope="module")
+def monitored(workplace, short_runs):
+    found = short_runs["monitored"]
     assert [ended for ended, _ in found] == [0, 0], found
-    return output, monitor / "job", [printed for _, printed in found]
+    return workplace / "monitored", workplace / "monitor" / "job", [printed for _, printed in found]
 
 
-def test_resume_or_start_starts_a_run_and_then_continues_it(monitored):
+def test_resume_or_start_starts_a_run_and_then_continues_it(one_rank, monitored):
     output, _, printed = monitored
     assert "continuing" not in printed[0] and "continuing after step 2" in printed[1]
     assert [path.name for path in output.iterdir()] == ["0001"]
-    assert [step for step, *_ in training_losses(output)] == [1, 2, 3, 4]
+    assert training_losses(output) == training_losses(one_rank[0])[:4], "as if it had never ended"
 
 
 def test_a_run_says_its_held_out_loss_as_it_goes(monitored):
@@ -514,14 +527,17 @@ def test_every_zero_stage_trains_saves_and_resumes_exactly(zero, device, stage):
         assert ("overflowed in fp16 and were skipped" in whole[2]) == (precision == "overflowing")
 
 
-@pytest.fixture(scope="module")
-def refused(workplace, one_rank):
-    """Runs with wrong arguments: how `main` ended and what it printed."""
+def refused_runs(workplace, trained):
+    """Runs with wrong arguments, one that would continue with other terms, and the help."""
     other_terms = ("--deepspeed_sparse_attention", "--resume", "--seed", "43", "--eval_sequences", "1")
     commands = [command(workplace, workplace / "refused", *arguments) for arguments, _ in WRONG_ARGUMENTS]
-    commands.append(command(workplace, one_rank[0], *other_terms))
-    commands.append(command(workplace, workplace / "refused", "--help"))
-    return run_in_one_process(workplace, commands)
+    commands.append(command(workplace, trained, *other_terms))
+    return [*commands, command(workplace, workplace / "refused", "--help")]
+
+
+@pytest.fixture(scope="module")
+def refused(short_runs):
+    return short_runs["refused"]
 
 
 WRONG_ARGUMENTS = [
@@ -541,23 +557,23 @@ def test_wrong_arguments_end_in_a_sentence(refused, number):
     assert WRONG_ARGUMENTS[number][1] in f"{ended}{printed}"
 
 
+def dry_runs(workplace, trained):
+    """One that is new, one that continues, one that is done, and one that has nothing to continue."""
+    new, flags = workplace / "dry", ("--deepspeed_sparse_attention", "--dry-run")
+    return [
+        command(workplace, new, *flags, "--compare-dense"),
+        command(workplace, trained, *flags, "--resume", "--max_steps", str(STEPS + 2)),
+        command(workplace, trained, *flags, "--resume"),
+        command(workplace, new, *flags, "--resume"),
+    ]
+
+
 @pytest.fixture(scope="module")
-def dry(workplace, one_rank):
-    """Dry runs, by name: how `main` ended and what it printed."""
-    before = checkpoint_files(one_rank[0])
-    flags = ("--deepspeed_sparse_attention", "--dry-run")
-    runs = {
-        "new": (workplace / "dry", *flags, "--compare-dense"),
-        "continues": (one_rank[0], *flags, "--resume", "--max_steps", str(STEPS + 2)),
-        "done": (one_rank[0], *flags, "--resume"),
-        "none": (workplace / "dry", *flags, "--resume"),
-    }
-    found = run_in_one_process(workplace, [command(workplace, *arguments) for arguments in runs.values()])
-    assert checkpoint_files(one_rank[0]) == before and not (workplace / "dry").exists()
-    return dict(zip(runs, found))
+def dry(short_runs):
+    """The dry runs by name: how `main` ended and what it printed."""
+    return dict(zip(("new", "continues", "done", "none"), short_runs["dry"], strict=True))
 
 
-@pytest.mark.slow("starts the script for four seconds")
 def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(workplace, dry):
     ended, printed = dry["new"]
     assert ended == 0
@@ -573,7 +589,6 @@ def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(workplace, dry):
         assert f"{name}: checkpoints every 1 steps in {folder / name / 'checkpoints'}" in printed
 
 
-@pytest.mark.slow("starts the script for four seconds")
 def test_a_dry_run_says_what_it_would_continue_or_why_it_could_not(dry):
     ended, printed = dry["continues"]
     assert ended == 0 and f"continues after step {STEPS}, and ends after step {STEPS + 2}" in printed
