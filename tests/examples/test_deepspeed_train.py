@@ -249,6 +249,12 @@ def test_a_run_shows_layout_losses_and_the_unigram_line(one_rank):
     assert steps == list(range(1, STEPS + 1))
 
 
+def test_the_learning_rate_of_the_json_is_warmed_up(one_rank):
+    records = map(json.loads, (one_rank[0] / "0001" / "sparse" / "metrics.jsonl").read_text().splitlines())
+    rates = [record["learning_rate"] for record in records if "learning_rate" in record]
+    assert rates == pytest.approx([1e-3 * (step + 1) / 100 for step in range(1, STEPS + 1)])  # of the step after
+
+
 def test_a_run_starts_at_the_unigram_line(one_rank):
     output, printed = one_rank
     unigram = float(re.search(r"the unigram cross-entropy (\S+) of", printed)[1])

@@ -55,6 +55,11 @@ def ran(tmp_path_factory):
     return folder / "runs", done.stdout
 
 
+def test_the_learning_rate_rises_in_a_line_and_then_falls_as_the_root_of_steps():
+    factor = phases.deepspeed_train.learning_rate_factor
+    assert [factor(4, step) for step in (0, 1, 3, 15)] == [0.25, 0.5, 1, 0.5]
+
+
 def weights(run, step):
     file = run / "checkpoints" / f"step{step}" / "mp_rank_00_model_states.pt"
     return torch.load(file, weights_only=False)["module"]
