@@ -494,6 +494,7 @@ def main() -> int:
     optimizer = check_for_deepspeed(config, args.deepspeed_config)
     if not args.dry_run:
         load_kernels(optimizer, args.deepspeed_config)
+        say(f"{how_long(args.max_steps, args.max_minutes)}, and --resume continues it.")  # the corpus takes a while
 
     corpus = open_corpus(args.corpus, model_config.vocab_size, args.text_column, keeps=not args.dry_run)
     data = PretrainingData(corpus, args.max_seq_length, args.seed, args.max_predictions_per_seq, args.eval_sequences)
@@ -505,18 +506,13 @@ def main() -> int:
     runs = [TrainingRun(name, args, config, model_config, data, folder / name) for name in names]
     found = [find_checkpoint(run) if args.resume else None for run in runs]
     positions = [Position.of(checkpoint) for checkpoint in found]
-    done = [
-        checkpoint is not None and is_done(run.name, position, args.max_steps, args)
-        for run, checkpoint, position in zip(runs, found, positions)
-    ]
     if args.dry_run:
-        for run, position, is_run_done in zip(runs, positions, done):
+        for run, checkpoint, position in zip(runs, found, positions):
             with torch.device("meta"):
                 model = build_model(run, arguments_of(run, position.layout_seed))
-            dry_run.describe(run, model, position.step, is_run_done)
+            done = checkpoint is not None and is_done(run.name, position, args.max_steps, args)
+            dry_run.describe(run, model, position.step, done)
         return 0
-    if not all(done):
-        say(f"{how_long(args.max_steps, args.max_minutes)}, and --resume continues it.")
     if dist.get_rank() == 0:
         data.write_manifest(folder)
 

@@ -176,7 +176,7 @@ def end_in_words(max_steps: int | None, max_minutes: float) -> str:
 
 
 def how_long(max_steps: int | None, max_minutes: float) -> str:
-    """What a run says of its end when it begins to train, without a full stop."""
+    """What a run says of its end when it begins, without a full stop."""
     end = end_in_words(max_steps, max_minutes)
     return f"The run ends {end} at most; a smaller --max-minutes or --max-steps ends it earlier"
 

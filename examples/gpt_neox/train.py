@@ -233,9 +233,9 @@ def main() -> None:
     ds_sparse.init_distributed(verbose=False)
     config = adapt_to_device(config, DEVICE)
     load_kernels(check_for_deepspeed(config, args.deepspeed_config), args.deepspeed_config)
+    say(f"{how_long(args.max_steps, args.max_minutes)}.")
     text = Text(load_corpus(args.corpus).split(), args.max_seq_length, args.seed, args.eval_sequences)
     say(text.describe())
-    say(f"{how_long(args.max_steps, args.max_minutes)}.")
 
     names = ["sparse" if args.deepspeed_sparse_attention else "dense"] + ["dense"] * args.compare_dense
     folder, outcomes = new_folder(Path(args.output_dir)), {}
