@@ -134,14 +134,14 @@ def interrupted(workplace, number, step, output, *arguments, **settings):
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     metrics = output / "0001" / "sparse" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     try:
         while not (metrics.exists() and f'"step": {step}, "mlm_loss"' in metrics.read_text()):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, f"the run did not reach step {step}"
             time.sleep(0.01)
         process.send_signal(number)
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=240)
     finally:
         process.kill()
     return process.returncode, printed
