@@ -43,7 +43,8 @@ def test_steps_compare_with_the_floor():
     for row in rows.values():
         assert row.of_floor == pytest.approx(rows["floor"].milliseconds / row.milliseconds)
         assert row.tokens_per_second == pytest.approx(2048 / row.milliseconds * 1e3)
-        assert row.rounds >= 3 and row.peak_gib is None
+        # What takes longer than the second that there is, as on a busy machine, is timed once.
+        assert row.rounds >= (3 if row.milliseconds < 1000 else 1) and row.peak_gib is None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -15,7 +15,7 @@ import torch
 
 import ds_sparse
 from ds_sparse.cli import main
-from ds_sparse.cli._facts import Facts, Library, gather, without_paths
+from ds_sparse.cli._facts import Facts, Library, _state, gather, without_paths
 from ds_sparse.cli._problems import problems
 from ds_sparse.cli.report import lines
 from ds_sparse.hardware import Gpu
@@ -104,6 +104,12 @@ def test_a_library_that_does_not_load_is_named_with_the_loaders_reason(tmp_path)
     found = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, check=False)
     assert b"ImportError: ds_sparse's native library libds_sparse_cpu.so does not load beside torch" in done.stderr
+
+
+def test_a_file_that_is_no_library_is_known_by_the_loaders_reason(tmp_path):
+    file = tmp_path / "libds_sparse_cpu.so"
+    file.write_bytes(b"no library")
+    assert _state("CPU", file, RIGHT) == "OSError: libds_sparse_cpu.so: file too short"
 
 
 def test_a_torch_that_cannot_be_imported_is_the_problem(tmp_path):

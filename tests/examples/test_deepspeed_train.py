@@ -317,6 +317,8 @@ def short_runs(workplace, one_rank):
     """Lists of runs that train few steps or none, in one process: how each `main` ended and what it printed."""
     kinds = {"monitored": monitored_runs(workplace), "refused": refused_runs(workplace, one_rank[0])}
     kinds["dry"] = dry_runs(workplace, one_rank[0])
+    late = ("--deepspeed_sparse_attention", "--max_steps", "40", "--max-minutes", "0.001")  # over when they are read
+    kinds["late"] = [command(workplace, workplace / "late", *late)]
     before = checkpoint_files(one_rank[0])
     found = iter(run_in_one_process(workplace, list(itertools.chain(*kinds.values()))))
     assert checkpoint_files(one_rank[0]) == before and not (workplace / "dry").exists()
@@ -351,6 +353,13 @@ def test_a_run_says_its_held_out_loss_as_it_goes(monitored):
     assert sorted(held_out) == [0, 2, 4]
     assert f"sparse: step 0  held-out loss {held_out[0]:.4f}\n" in printed[0]
     assert f"sparse: step 4  held-out loss {held_out[4]:.4f}\n" in printed[1]
+
+
+def test_a_run_that_is_out_of_time_ends_after_its_step_with_a_loss_and_a_checkpoint(workplace, short_runs):
+    ((ended, printed),) = short_runs["late"]
+    assert ended == 0 and "after 1 steps" in printed
+    assert [step for step, *_ in losses(workplace / "late")] == [0, 1, 1]
+    assert (workplace / "late" / "0001" / "sparse" / "checkpoints" / "latest").read_text() == "step1"
 
 
 def test_the_monitors_of_the_json_get_the_figures_by_sequences(monitored):

@@ -1,11 +1,12 @@
-"""An optimizer step of the trainer, on a stand-in for the engine."""
+"""Parts of the trainer without an engine: an optimizer step, and the JSON that a run is built from."""
 
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from deepspeed_train import train_step
+from deepspeed_train import arguments_of, train_step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -38,3 +39,10 @@ def test_each_micro_batch_of_each_step_has_a_dropout_of_its_own_and_the_loss_is_
     assert len(set(engine.drawn)) == 6
     train_step(engine, losses, 1, 1)
     assert engine.drawn[6:] == engine.drawn[2:4]
+
+
+def test_a_run_that_continues_draws_its_layout_with_the_seed_that_it_began_with():
+    block, args = {"mode": "bigbird", "num_random_blocks": 1}, Namespace(compare_dense=False)
+    run = SimpleNamespace(config={"sparse_attention": block}, args=args, is_sparse=True)
+    assert arguments_of(run, None).deepspeed_config["sparse_attention"] == block
+    assert arguments_of(run, 7).deepspeed_config["sparse_attention"] == block | {"seed": 7}
