@@ -46,6 +46,7 @@ def test_a_program_may_end_while_gloo_still_works(size):
     assert done.stdout.endswith("the last line\n")
 
 
+@pytest.mark.slow("two processes; a quick test has a program that ends so")
 def test_the_end_of_a_program_waits_once_and_not_without_a_group():
     printed = run(SLEEP).stdout
     assert printed.splitlines()[-1:] == ["pause of 0.1"] and printed.count("pause") == 1
