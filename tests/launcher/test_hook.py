@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from transformers import Trainer, trainer
 
 import ds_sparse
+from ds_sparse.integrations import trainer as shared
 from ds_sparse.launcher import hook
 
 CONFIG = {
@@ -44,9 +46,11 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """DeepSpeed as a program imports it there; `deepspeed.initialize` and the excepthook are put back."""
+    """DeepSpeed as a program imports it there; `deepspeed.initialize`, the excepthook and the Trainer are put back."""
     monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(Trainer, "get_train_dataloader", lambda self: self.loader)
+    monkeypatch.setattr(trainer, "skip_first_batches", trainer.skip_first_batches)
     hook.install(deepspeed)
 
 
@@ -153,3 +157,15 @@ def test_programs_without_accelerate_import_the_trainers_module():
         before = transformers.trainer.Trainer.get_train_dataloader
         share_batches()
         assert transformers.trainer.Trainer.get_train_dataloader is before
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_trainer_deals_its_batches_to_the_ranks_of_a_sequence(monkeypatch):
+    monkeypatch.setattr(shared, "sequence_batches", lambda loader, size: ("dealt", loader, size))
+
+    def loader_of(config):
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
+        those = SimpleNamespace(accelerator=SimpleNamespace(state=state), model=Model(), loader=[1])
+        return Trainer.get_train_dataloader(those)
+
+    assert loader_of({"sequence_parallel_size": 2}) == ("dealt", [1], 2) and loader_of({}) == [1]
