@@ -152,6 +152,7 @@ def test_nothing_is_advised_where_all_is_well():
         ),
         ({"operators_error": "RuntimeError: no operator"}, "RuntimeError: no operator.", "build ds_sparse again"),
         ({"driver_cuda": 12080}, "is of CUDA 13, and the driver serves CUDA 12.8 at most", "update the driver"),
+        ({"has_machine_code": False}, "compiled for other GPUs than NVIDIA H200", "TORCH_CUDA_ARCH_LIST='9.0' set"),
         ({"gpu_capability": "7.5"}, "has compute capability 7.5", "use the CPU"),
         ({"features": ["amx_bf16"], "instruction_set": "avx512"}, "Linux does not let this process", "arch_prctl"),
         ({"cpu_limits": {"DS_SPARSE_CPU": "sse9"}}, "is 'sse9', which is no instruction set that this", "unset it"),
