@@ -30,8 +30,6 @@ OPERAND_VIEWS = (*VIEWS, "tokens_first", "packed")
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler"
 )
-BACKENDS = ("aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER))
-"""Of torch.compile."""
 
 
 def without_launcher() -> dict[str, str]:
