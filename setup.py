@@ -1,7 +1,7 @@
 """Builds csrc/ into ds_sparse/lib: libds_sparse_cpu.so always, libds_sparse_cuda.so where it can be used.
 
-DS_SPARSE_CUDA=1 builds the CUDA library without a GPU (nvcc has to be there), DS_SPARSE_CUDA=0 never builds it; unset,
-it is built when nvcc and a GPU are found. It is compiled for what TORCH_CUDA_ARCH_LIST names, else for the GPUs here.
+DS_SPARSE_CUDA=1 builds the CUDA library (nvcc has to be there), DS_SPARSE_CUDA=0 never does; unset, it is built when
+nvcc is found, and a GPU or TORCH_CUDA_ARCH_LIST. It is compiled for what that names, else for the GPUs of this machine.
 CXX and CUDA_HOME choose the compilers, MAX_JOBS how many run at a time. Compilers are called directly: torch's
 CUDAExtension refuses beside a CPU-only torch, and with the stable ABI nothing else of it is needed.
 
@@ -59,7 +59,8 @@ BY_DTYPE = {
 # Compute capabilities, as TORCH_CUDA_ARCH_LIST has them. Machine code for the first of a generation runs on all of it;
 # PTX, on later generations.
 GENERATIONS = {8: "8.0", 9: "9.0", 10: "10.0", 12: "12.0"}
-NAMES = {"ampere": (8,), "ada": (8,), "hopper": (9,), "blackwell": (10, 12)}
+LATER = "9.0+PTX"  # for other generations
+NAMES = {"volta": (7,), "turing": (7,), "ampere": (8,), "ada": (8,), "hopper": (9,), "blackwell": (10, 12)}
 WHEEL_CAPABILITIES = ["8.0", "9.0+PTX", "10.0", "12.0"]
 CAPABILITIES_WITHOUT_GPU = ["8.0", "9.0+PTX"]
 HOPPER_CAPABILITIES = ["9.0a"]
@@ -76,7 +77,11 @@ class BuildLibraries(build_ext):
     def run(self) -> None:
         OBJECTS.mkdir(parents=True, exist_ok=True)
         with (OBJECTS / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print("ds_sparse: another build is under way; this one goes on when that has ended", flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -91,6 +96,17 @@ class BuildLibraries(build_ext):
     def copy_extensions_to_source(self) -> None:
         (ROOT / "ds_sparse" / "lib").mkdir(exist_ok=True)
         super().copy_extensions_to_source()
+        if CUDA not in [extension.name for extension in self.extensions]:
+            remove_what_is_not_built(ROOT / "ds_sparse" / "lib" / "libds_sparse_cuda.so")
+
+
+def remove_what_is_not_built(library: Path) -> None:
+    """Torch would load it beside the other one, whatever has changed since."""
+    if library.exists():
+        library.unlink()
+        print(
+            f"ds_sparse: removed {library.name}, which is of an earlier build; DS_SPARSE_CUDA=1 builds it", flush=True
+        )
 
 
 def build_cpu_library() -> Path:
@@ -108,8 +124,9 @@ def build_cpu_library() -> Path:
 def build_cuda_library() -> Path:
     compiler, nvcc, torch = find_cxx(), find_nvcc(), find_torch()
     nvcc = [nvcc, "-ccbin", compiler]
-    # With as many threads for one file as there are cores: it leaves machine code as it is.
-    base = [*nvcc, "--split-compile=0", *CUDA_FLAGS, *common_flags(torch, "-Xcompiler")]
+    # 0: one file with as many threads as there are cores. It leaves machine code as it is.
+    of_file = "--split-compile=1" if os.environ.get("MAX_JOBS") else "--split-compile=0"
+    base = [*nvcc, of_file, *CUDA_FLAGS, *common_flags(torch, "-Xcompiler")]
     steps = []
     capabilities = cuda_capabilities()
     for source in [*BY_DTYPE, *(source for source in cuda_sources() if source not in BY_DTYPE)]:
@@ -131,20 +148,20 @@ def cuda_capabilities() -> list[str]:
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     found = set()
     for word in listed or gpus():
-        name, _, ptx = word.partition("+")
-        number = re.fullmatch(r"(\d+)\.\d[af]?", name)
-        for major in [int(number[1])] if number else NAMES.get(name.lower(), [0]):
+        parts = re.fullmatch(r"(?:(\d+)\.\d[af]?|(\w+))(\+PTX)?", word)
+        majors = [int(parts[1])] if parts and parts[1] else NAMES.get(parts[2].lower(), ()) if parts else ()
+        if not majors:
+            raise SystemExit(
+                f"TORCH_CUDA_ARCH_LIST has {word!r}; name compute capabilities of 8.0 and later, as in '8.6 9.0+PTX', "
+                "or leave it unset: then it is built for the GPUs of this machine."
+            )
+        if max(majors) < min(GENERATIONS):
+            print(f"ds_sparse: TORCH_CUDA_ARCH_LIST has {word}, and kernels are for 8.0 and later", flush=True)
+        for major in majors:
             if major in GENERATIONS:
-                found.add(GENERATIONS[major] + ("+PTX" if ptx else ""))
-            elif listed and 0 < major < 8:
-                print(f"ds_sparse: TORCH_CUDA_ARCH_LIST has {word}, and kernels are for 8.0 and later", flush=True)
-            elif listed:
-                raise SystemExit(
-                    f"TORCH_CUDA_ARCH_LIST has {word!r}; name compute capabilities 8, 9, 10, 12, as in '8.6 9.0+PTX', "
-                    "or leave it unset: then it is built for the GPUs of this machine."
-                )
-            else:
-                return CAPABILITIES_WITHOUT_GPU  # PTX is what a GPU of another generation can run
+                found.add(GENERATIONS[major] + (parts[3] or ""))
+            elif major > min(GENERATIONS):
+                found.add(LATER)
     if listed and not found:
         raise SystemExit("TORCH_CUDA_ARCH_LIST has nothing that kernels are for; add 8.0 or later, or leave it unset.")
     return sorted(found - {x.removesuffix("+PTX") for x in found if "+" in x}) or CAPABILITIES_WITHOUT_GPU
@@ -161,7 +178,7 @@ def targets_of(capabilities: list[str]) -> list[str]:
 
 
 def gpus() -> list[str]:
-    """Compute capabilities of this machine's GPUs, such as 9.0; nothing without a driver."""
+    """Compute capabilities of this machine's GPUs that kernels are for, such as 9.0; nothing without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -174,7 +191,8 @@ def gpus() -> list[str]:
         driver.cuDeviceGet(ctypes.byref(device), number)
         for value, attribute in ((major, 75), (minor, 76)):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
             driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        found.add(f"{major.value}.{minor.value}")
+        if major.value >= min(GENERATIONS):
+            found.add(f"{major.value}.{minor.value}")
     return sorted(found)
 
 
@@ -187,7 +205,6 @@ def common_flags(torch: Path, *for_host: str) -> list[str]:
 
 def build_library(name: str, steps: list[tuple[Path, str, list[str]]], link: list[str], libraries: list[str]) -> Path:
     """Runs the compile steps (source, variant, command), as many at a time as there are cores, and links."""
-    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
     done = itertools.count(1)
 
     def compiled(step: tuple[Path, str, list[str]]) -> tuple[Path, str]:
@@ -199,12 +216,20 @@ def build_library(name: str, steps: list[tuple[Path, str, list[str]]], link: lis
             print(f"ds_sparse: {name} {number}/{len(steps)}: {target.relative_to(OBJECTS)}, {took:.0f} s", flush=True)
         return target, stamp
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs()) as pool:
         built = list(pool.map(compiled, steps))
     library = OBJECTS / name
     link = [*link, "-o", str(library), *(str(path) for path, _ in built), *libraries]
     run_unless_current(link, library, digest(*(stamp.encode() for _, stamp in built), repr(link).encode()))
     return library
+
+
+def jobs() -> int:
+    """How many compilers run at a time."""
+    given = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    if not given.isdecimal() or int(given) == 0:
+        raise SystemExit(f"MAX_JOBS is {given!r}; set it to 1 or more, or leave it unset: then it is one a core.")
+    return int(given)
 
 
 def compile_object(source: Path, variant: str, command: list[str]) -> tuple[Path, str, bool]:
@@ -284,7 +309,8 @@ def wants_cuda() -> bool:
         raise SystemExit(
             "DS_SPARSE_CUDA is 1 and no nvcc was found; install CUDA, set CUDA_HOME, or unset DS_SPARSE_CUDA."
         )
-    return choice == "1" or (choice == "" and find_nvcc() is not None and bool(gpus()))
+    is_wanted = choice == "1" or (choice == "" and bool(os.environ.get("TORCH_CUDA_ARCH_LIST") or gpus()))
+    return is_wanted and find_nvcc() is not None
 
 
 def empty_torch_cuda(compiler: str) -> Path:

@@ -13,6 +13,9 @@ FOR_16_BITS = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16")
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", *FOR_16_BITS, "asimd", "sve", "bf16")
 """Of processors, as Linux names them: those that kernels here, or PyTorch's, are chosen by."""
 
+LEAST_CAPABILITY = 8.0
+"""Compute capability of the first GPUs that kernels are for."""
+
 PEAKS_OF_16_BITS = {
     "NVIDIA A10": 125e12,
     "NVIDIA A30": 165e12,

@@ -37,7 +37,7 @@ prepare() {
   fi
   wanted=$(cat "$root/pyproject.toml" "$root/setup.py" | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-    build || stop "the native library could not be built; the reason is above."
+    (build) || stop "the native library could not be built; the reason is above."
     return
   fi
   echo "ds_sparse: installing torch into .venv (once, half a minute or more)"
@@ -47,15 +47,22 @@ prepare() {
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pinned \
     || stop "pip could not install torch; the reason is above (no network, no space, or a Python that torch 2.13 has no wheel for)."
   echo "ds_sparse: compiling the native library, and installing the other requirements (once, one or two minutes)"
+  set -m  # a group of processes, which ends as one
   build &
   compiling=$!
+  set +m
+  trap "kill -- -$compiling 2>/dev/null" EXIT
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable "$root${extras:+[$extras]}" \
-    || stop "pip could not install ds_sparse; the reason is above."
+    || { wait $compiling && stop "pip could not install ds_sparse; the reason is above."; }
   wait $compiling || stop "the native library could not be built; the reason is above."
+  trap - EXIT
   echo "$wanted" >"$stamp"
 }
 
 # A line for each file that is compiled.
-build() { (cd "$root" && "$root/.venv/bin/python" setup.py --quiet build_ext --inplace); }
+build() {
+  cd "$root"
+  exec "$root/.venv/bin/python" setup.py --quiet build_ext --inplace
+}
 
 prepare

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -10,11 +8,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     for mark in item.iter_markers("slow"):
         if len(mark.args) != 1 or not isinstance(mark.args[0], str):
             raise pytest.UsageError(f"{item.nodeid} is marked slow; say why, as in slow('trains for a minute')")
-
-
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # thousands of tests, which each collection would look through
 
 
 @pytest.fixture(scope="session")

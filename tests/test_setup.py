@@ -87,10 +87,17 @@ def test_sources_have_one_style():
     assert run.returncode == 0, run.stderr
 
 
-LIBRARIES = [path for path in (_ops.CPU_LIBRARY, _ops.CUDA_LIBRARY) if path.exists()]
+OF_CUDA = [
+    pytest.mark.slow("without a GPU, --all alone compiles it"),
+    pytest.mark.skipif(not _ops.CUDA_LIBRARY.exists(), reason="the CUDA library is not built: there is no nvcc"),
+]
+LIBRARIES = [
+    pytest.param(_ops.CPU_LIBRARY, id=_ops.CPU_LIBRARY.stem),
+    pytest.param(_ops.CUDA_LIBRARY, id=_ops.CUDA_LIBRARY.stem, marks=OF_CUDA),
+]
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_asks_torch_2_11_for_nothing_newer(library: Path, names_of_2_11: set[str]):
     """Symbols that headers bring in by themselves count, too."""
     symbols = {name.decode() for name in re.findall(rb"(?<!\w)(?:aoti_)?torch_\w+(?=\0)", library.read_bytes())}
@@ -98,7 +105,7 @@ def test_a_library_asks_torch_2_11_for_nothing_newer(library: Path, names_of_2_1
     assert symbols <= names_of_2_11
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_takes_the_shared_library_of_cpp(library: Path):
     """With one of its own, an error that has a number in its text would end the process."""
     assert b"\0libstdc++.so.6\0" in library.read_bytes()
@@ -138,12 +145,13 @@ WITHOUT_GPU = ["8.0", "9.0+PTX"]
         ("", ("9.0",), ["9.0"]),
         ("", ("8.6", "8.9"), ["8.0"]),
         ("", ("8.0", "12.0"), ["12.0", "8.0"]),
-        ("", ("11.0",), WITHOUT_GPU),
+        ("", ("11.0",), ["9.0+PTX"]),
+        ("11.0", (), ["9.0+PTX"]),
         ("8.6", ("9.0",), ["8.0"]),
         ("8.0;9.0a+PTX", (), WITHOUT_GPU),
         ("9.0 9.0+PTX", (), ["9.0+PTX"]),
         ("Hopper", (), ["9.0"]),
-        ("7.5 8.0", (), ["8.0"]),
+        ("7.5 Turing 8.0", (), ["8.0"]),
     ],
 )
 def test_the_cuda_library_is_compiled_for_the_gpus_that_are_asked_for_or_there(
@@ -154,7 +162,8 @@ def test_the_cuda_library_is_compiled_for_the_gpus_that_are_asked_for_or_there(
 
 
 @pytest.mark.parametrize(
-    "listed, said", [("Hoper", "has 'Hoper'; name compute"), ("7.5", "nothing that kernels are for")]
+    "listed, said",
+    [("Hoper", "has 'Hoper'; name compute"), ("8.0+P", "has '8.0\\+P'; name"), ("7.5", "nothing that kernels are for")],
 )
 def test_gpus_without_kernels_are_refused_before_anything_is_compiled(setup, monkeypatch, listed: str, said: str):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
@@ -168,8 +177,32 @@ def test_nvcc_gets_machine_code_and_ptx_for_them(setup):
 
 
 @pytest.mark.parametrize(
-    "choice, gpus, wanted", [("", (), False), ("", ("9.0",), True), ("1", (), True), ("0", ("9.0",), False)]
+    "choice, listed, gpus, wanted",
+    [
+        ("", "", (), False),
+        ("", "", ("9.0",), True),
+        ("", "9.0", (), True),
+        ("1", "", (), True),
+        ("0", "9.0", ("9.0",), False),
+    ],
 )
-def test_the_cuda_library_is_built_where_a_gpu_is_or_it_is_asked_for(setup, monkeypatch, choice, gpus, wanted):
+def test_the_cuda_library_is_built_where_a_gpu_is_or_it_is_asked_for(setup, monkeypatch, choice, listed, gpus, wanted):
     monkeypatch.setenv("DS_SPARSE_CUDA", choice)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     assert setup("wants_cuda", gpus)() is wanted
+
+
+@pytest.mark.parametrize("jobs", ["0", "two"])
+def test_a_number_of_jobs_that_is_none_is_refused(setup, monkeypatch, jobs: str):
+    monkeypatch.setenv("MAX_JOBS", jobs)
+    with pytest.raises(SystemExit, match=f"MAX_JOBS is '{jobs}'; set it to 1 or more"):
+        setup("jobs")()
+
+
+def test_a_library_that_is_no_longer_built_does_not_stay(setup, tmp_path, capsys):
+    library = tmp_path / "libds_sparse_cuda.so"
+    library.write_bytes(b"of an earlier build")
+    setup("remove_what_is_not_built")(library)
+    assert not library.exists() and "is of an earlier build" in capsys.readouterr().out
+    setup("remove_what_is_not_built")(library)
+    assert not capsys.readouterr().out

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..hardware import LEAST_CAPABILITY
 from ._facts import Facts
 
 BUILD = "build ds_sparse again beside this torch: pip install --no-build-isolation --force-reinstall --no-deps ."
 LEAST_VERSIONS = {"torch": (2, 11), "deepspeed": (0, 19, 7), "transformers": (5,)}
-LEAST_CAPABILITY = 8.0
 
 
 class Problem(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 
 from .. import _ops
 from .._ops import add_op_namespace_prefix
+from ..hardware import LEAST_CAPABILITY
 from ..index.lasting import refuse_jit_trace
 from ..layout import is_distributed
 
@@ -187,9 +188,15 @@ def has_machine_code(device: torch.device) -> bool:
 
 def check_machine_code(device: torch.device) -> None:
     """Raises RuntimeError with the way out for a GPU of another kind than those that the library was compiled for."""
-    if not has_machine_code(device):
-        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    if has_machine_code(device):
+        return
+    capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    if float(capability) < LEAST_CAPABILITY:
         raise RuntimeError(
-            f"ds_sparse's CUDA library was compiled for other GPUs than {device}, of compute capability {capability}; "
-            f"compile it on this machine, or with TORCH_CUDA_ARCH_LIST='{capability}' set."
+            f"{device} has compute capability {capability}, and ds_sparse's kernels are for {LEAST_CAPABILITY} and "
+            "later; move model and data to the CPU, or use a later GPU."
         )
+    raise RuntimeError(
+        f"ds_sparse's CUDA library was compiled for other GPUs than {device}, of compute capability {capability}; "
+        f"compile it on this machine, or with TORCH_CUDA_ARCH_LIST='{capability}' set."
+    )

@@ -57,6 +57,9 @@ def test_a_library_compiled_for_other_gpus_is_told_before_a_kernel_is_started(mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(RuntimeError, match=r"for other GPUs than cuda:0, .* or with TORCH_CUDA_ARCH_LIST='8\.6' set"):
         _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(RuntimeError, match=r"has compute capability 7\.5, and .* for 8\.0 and later; move model"):
+        _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
 
 
 def test_every_operator_of_the_schema_is_listed():

@@ -22,6 +22,13 @@ __attribute__((visibility("default"))) int ds_sparse_cuda_driver_version() {
 // Whether this library has machine code, or PTX, that the current GPU runs; also where nothing is known of it.
 __attribute__((visibility("default"))) bool ds_sparse_cuda_has_code_for_gpu() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, nothing) != cudaErrorNoKernelImageForDevice;
+  switch (cudaFuncGetAttributes(&attributes, nothing)) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorUnsupportedPtxVersion:
+      return false;
+    default:
+      return true;
+  }
 }
 }
