@@ -52,10 +52,11 @@ prepare() {
   compiling=$!
   set +m
   trap "kill -- -$compiling 2>/dev/null" EXIT
+  trap "exit 130" INT
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable "$root${extras:+[$extras]}" \
     || { wait $compiling && stop "pip could not install ds_sparse; the reason is above."; }
   wait $compiling || stop "the native library could not be built; the reason is above."
-  trap - EXIT
+  trap - EXIT INT
   echo "$wanted" >"$stamp"
 }
 
