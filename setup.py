@@ -138,7 +138,9 @@ def build_cuda_library() -> Path:
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         libraries.insert(0, f"-L{empty_torch_cuda(compiler)}")
     libraries += [*cuda_runtime(nvcc), *system_libraries(compiler)]
-    return build_library("libds_sparse_cuda.so", steps, [compiler, "-shared", "-s"], libraries)
+    library = build_library("libds_sparse_cuda.so", steps, [compiler, "-shared", "-s"], libraries)
+    library.with_suffix(".capabilities").write_text(" ".join(capabilities))  # for .ci/kernels
+    return library
 
 
 def cuda_capabilities() -> list[str]:
