@@ -85,61 +85,59 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, device):
+def training(tmp_path_factory, device):
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("training")
+    ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
+    words = ["--num_gpus", str(ranks), FLAG, str(PROGRAMS / "plain.py"), "--h", "3", "--out", str(folder / "out")]
+    (folder / "ds.json").write_text(json.dumps(CONFIG))
+    run = Run(folder / "out", [*words, "--deepspeed_config", str(folder / "ds.json")], device)
+    yield run
+    run.process.terminate()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
     """Started together, since most of each is the start of Python with torch."""
     pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("run")
-    ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
-    training = ["--num_gpus", str(ranks), FLAG, str(PROGRAMS / "plain.py"), "--h", "3", "--out", str(folder / "out")]
-    (folder / "ds.json").write_text(json.dumps(CONFIG))
-    started = {"training": Run(folder / "out", [*training, "--deepspeed_config", str(folder / "ds.json")], device)}
-    if device == "cpu":
-        (folder / "unregistered.py").write_text(UNREGISTERED)
-        (folder / "stripes.json").write_text(json.dumps(CONFIG | {"sparse_attention": {"mode": "stripes"}}))
-        words = ["--num_gpus", "2", FLAG, str(folder / "unregistered.py"), str(folder / "stripes.json")]
-        started["unregistered"] = Run(folder / "unregistered", words, device)
-        (folder / "draws.py").write_text(DRAWS)
-        (folder / "scatter.json").write_text(json.dumps(CONFIG | {"sparse_attention": {"mode": "scatter"}}))
-        words = ["--num_gpus", "2", FLAG, "--no_local_rank", str(folder / "draws.py"), str(folder / "scatter.json")]
-        started["draws"] = Run(folder / "draws", words, device)
-        (folder / "pdsh").write_text(PDSH)
-        (folder / "pdsh").chmod(0o755)
-        (folder / "hosts").write_text("worker-0 slots=2\n")
-        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-        node = ["--hostfile", str(folder / "hosts"), "--force_multi", "--master_addr=127.0.0.1", "--no_ssh_check", FLAG]
-        words = [*node, WORKER, "--h", "128", "two words", str(folder / "node"), "fail"]
-        started["node"] = Run(folder / "node", words, device, PATH=path)
-        words = ["--num_gpus", "2", "--no_local_rank", WORKER, str(folder / "waiting"), "wait"]
-        started["waiting"] = Run(folder / "waiting", words, device)
+    folder, started = tmp_path_factory.mktemp("run"), {}
+    (folder / "unregistered.py").write_text(UNREGISTERED)
+    (folder / "stripes.json").write_text(json.dumps(CONFIG | {"sparse_attention": {"mode": "stripes"}}))
+    words = ["--num_gpus", "2", FLAG, str(folder / "unregistered.py"), str(folder / "stripes.json")]
+    started["unregistered"] = Run(folder / "unregistered", words, "cpu")
+    (folder / "draws.py").write_text(DRAWS)
+    (folder / "scatter.json").write_text(json.dumps(CONFIG | {"sparse_attention": {"mode": "scatter"}}))
+    words = ["--num_gpus", "2", FLAG, "--no_local_rank", str(folder / "draws.py"), str(folder / "scatter.json")]
+    started["draws"] = Run(folder / "draws", words, "cpu")
+    (folder / "pdsh").write_text(PDSH)
+    (folder / "pdsh").chmod(0o755)
+    (folder / "hosts").write_text("worker-0 slots=2\n")
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    node = ["--hostfile", str(folder / "hosts"), "--force_multi", "--master_addr=127.0.0.1", "--no_ssh_check", FLAG]
+    words = [*node, WORKER, "--h", "128", "two words", str(folder / "node"), "fail"]
+    started["node"] = Run(folder / "node", words, "cpu", PATH=path)
+    words = ["--num_gpus", "2", "--no_local_rank", WORKER, str(folder / "waiting"), "wait"]
+    started["waiting"] = Run(folder / "waiting", words, "cpu")
     yield started
     for run in started.values():
         run.process.terminate()
 
 
-@pytest.mark.slow("starts five jobs of two ranks each")
-def test_a_script_that_only_knows_deepspeed_initialize_trains_sparse_on_all_ranks(runs):
-    run = runs["training"]
-    status, printed = run.finish()
+def test_a_script_that_only_knows_deepspeed_initialize_trains_sparse_on_all_ranks(training):
+    status, printed = training.finish()
     assert status == 0, printed
-    count = run.seen(0)["ranks"][1]
-    for number, rank in enumerate(map(run.seen, range(count))):
+    count, seed = training.seen(0)["ranks"][1], training.seen(0)["block"]["seed"]
+    for number, rank in enumerate(map(training.seen, range(count))):
         assert rank["ranks"] == [number, count] and rank["attention"] == "ds_sparse"
-        assert rank["block"]["mode"] == "bigbird" and rank["block"]["seed"] == run.seen(0)["block"]["seed"] is not None
+        assert rank["block"]["mode"] == "bigbird" and rank["block"]["seed"] == seed is not None
         assert rank["losses"][1] < rank["losses"][0]
         assert rank["config"]["num_random_blocks"] == 1 and rank["class"].startswith("ds_sparse.")
     assert printed.count("ds_sparse: sparse attention is on in 2 of 2 attention layers.") == 1
 
 
-@pytest.fixture
-def on_cpu(runs):
-    if "node" not in runs:
-        pytest.skip("starts no training, so it is the same as on the CPU")
-    return runs
-
-
-@pytest.mark.slow("starts five jobs of two ranks each")
-def test_a_node_is_told_in_arguments_and_the_status_of_a_rank_that_fails_comes_back(on_cpu):
-    run = on_cpu["node"]
+@pytest.mark.slow("starts four jobs of two ranks each")
+def test_a_node_is_told_in_arguments_and_the_status_of_a_rank_that_fails_comes_back(runs):
+    run = runs["node"]
     ranks = [run.seen(0), run.seen(1)]
     for number, rank in enumerate(ranks):
         assert (rank["RANK"], rank["WORLD_SIZE"], rank["DS_SPARSE_RUN"]) == (str(number), "2", "sparse")
@@ -149,9 +147,9 @@ def test_a_node_is_told_in_arguments_and_the_status_of_a_rank_that_fails_comes_b
     assert not psutil.pid_exists(ranks[0]["pid"])
 
 
-@pytest.mark.slow("starts five jobs of two ranks each")
-def test_sigterm_ends_the_ranks(on_cpu):
-    run = on_cpu["waiting"]
+@pytest.mark.slow("starts four jobs of two ranks each")
+def test_sigterm_ends_the_ranks(runs):
+    run = runs["waiting"]
     ranks = [run.seen(0), run.seen(1)]
     assert ranks[1]["argv"] == [WORKER, str(run.out), "wait"] and ranks[1]["DS_SPARSE_RUN"] == "dense"
     run.process.send_signal(signal.SIGTERM)
@@ -160,19 +158,19 @@ def test_sigterm_ends_the_ranks(on_cpu):
     assert not any(psutil.pid_exists(rank["pid"]) for rank in ranks)
 
 
-@pytest.mark.slow("starts five jobs of two ranks each")
-def test_a_mode_that_stays_unknown_is_one_sentence_of_rank_0(on_cpu):
-    status, printed = on_cpu["unregistered"].finish()
+@pytest.mark.slow("starts four jobs of two ranks each")
+def test_a_mode_that_stays_unknown_is_one_sentence_of_rank_0(runs):
+    status, printed = runs["unregistered"].finish()
     assert status == 1, printed
     assert printed.count('sparse_attention.mode: got "stripes"; wanted "bigbird", ') == 1
     assert "Traceback" not in printed and "SparseAttentionConfigError" not in printed
 
 
-@pytest.mark.slow("starts five jobs of two ranks each")
-def test_all_ranks_draw_the_blocks_of_a_users_structure_by_one_seed(on_cpu):
-    status, printed = on_cpu["draws"].finish()
+@pytest.mark.slow("starts four jobs of two ranks each")
+def test_all_ranks_draw_the_blocks_of_a_users_structure_by_one_seed(runs):
+    status, printed = runs["draws"].finish()
     assert status == 0, printed
-    first, second = map(on_cpu["draws"].seen, range(2))
+    first, second = map(runs["draws"].seen, range(2))
     assert first == second and first["block"]["seed"] is not None
     assert printed.count(f"drawn with seed {first['block']['seed']}") == 1
 
