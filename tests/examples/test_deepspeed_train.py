@@ -164,20 +164,21 @@ def copied(run_folder, output):
 
 
 @pytest.fixture(scope="module")
-def one_rank(workplace):
+def finished(workplace):
+    """A run of one rank that has ended: its folder, and what it printed."""
     output = workplace / "one_rank"
     return output, succeed(workplace, output, "--deepspeed_sparse_attention")
 
 
 @pytest.fixture(scope="module")
-def resumed(workplace, one_rank, stopped):
+def resumed(workplace, finished, stopped):
     """Runs that continue another, by name: the folder, and what was printed."""
     flags = ("--deepspeed_sparse_attention", "--resume")
     runs = {
-        "from the start": (one_rank[0], "--max_steps", str(STEPS + 2)),
-        "longer": (one_rank[0], "--max_steps", str(STEPS + 2)),
-        "again": (one_rank[0],),
-        "damaged": (one_rank[0], "--max_steps", str(STEPS + 2)),
+        "from the start": (finished[0], "--max_steps", str(STEPS + 2)),
+        "longer": (finished[0], "--max_steps", str(STEPS + 2)),
+        "again": (finished[0],),
+        "damaged": (finished[0], "--max_steps", str(STEPS + 2)),
         "stopped": (stopped[0], "--max_steps", "2"),
     }
     outputs = {name: copied(run[0], workplace / f"resumed {name}") for name, run in runs.items()}
@@ -231,8 +232,8 @@ def comparison(workplace):
 COMPARISON = ("--deepspeed_sparse_attention", "--compare-dense", "--max-steps", "100000", "--max-minutes", "0.08")
 
 
-def test_a_run_shows_layout_losses_and_the_unigram_line(one_rank):
-    output, printed = one_rank
+def test_a_run_shows_layout_losses_and_the_unigram_line(finished):
+    output, printed = finished
     assert "density" in printed and "sparse attention is on in 2 of 2 attention layers" in printed
     assert f"after {STEPS} steps" in printed and "unigram cross-entropy" in printed
     assert "Training on the CPU" in printed
@@ -249,21 +250,21 @@ def test_a_run_shows_layout_losses_and_the_unigram_line(one_rank):
     assert steps == list(range(1, STEPS + 1))
 
 
-def test_the_learning_rate_of_the_json_is_warmed_up(one_rank):
-    records = map(json.loads, (one_rank[0] / "0001" / "sparse" / "metrics.jsonl").read_text().splitlines())
+def test_the_learning_rate_of_the_json_is_warmed_up(finished):
+    records = map(json.loads, (finished[0] / "0001" / "sparse" / "metrics.jsonl").read_text().splitlines())
     rates = [record["learning_rate"] for record in records if "learning_rate" in record]
     assert rates == pytest.approx([1e-3 * (step + 1) / 100 for step in range(1, STEPS + 1)])  # of the step after
 
 
-def test_a_run_starts_at_the_unigram_line(one_rank):
-    output, printed = one_rank
+def test_a_run_starts_at_the_unigram_line(finished):
+    output, printed = finished
     unigram = float(re.search(r"the unigram cross-entropy (\S+) of", printed)[1])
     assert losses(output)[0][3] == pytest.approx(unigram, abs=0.05)
 
 
 @pytest.mark.slow("trains, continues and compares in several processes")
-def test_a_run_ends_with_masked_lines_and_what_fills_them_in(one_rank, resumed, comparison):
-    *_, lines = one_rank[1].partition("Held-out lines with masked words")
+def test_a_run_ends_with_masked_lines_and_what_fills_them_in(finished, resumed, comparison):
+    *_, lines = finished[1].partition("Held-out lines with masked words")
     assert lines.count("[MASK]") == 4 * lines.count("the text") > 0
     assert lines.count("\n    sparse    ") == lines.count("the text")
     assert lines.partition("Report: ")[0] in resumed["again"][1]  # kept with the checkpoint
@@ -272,12 +273,12 @@ def test_a_run_ends_with_masked_lines_and_what_fills_them_in(one_rank, resumed, 
 
 @pytest.mark.parametrize("launcher, stage", [("torchrun", 0), ("deepspeed", 2)])
 @pytest.mark.slow("starts a launcher and two ranks")
-def test_two_ranks_agree_with_one(workplace, one_rank, launcher, stage):
+def test_two_ranks_agree_with_one(workplace, finished, launcher, stage):
     output = workplace / f"{launcher}{stage}"
     config = write_config(workplace, f"{launcher}{stage}.json", zero_optimization={"stage": stage})
     printed = succeed(workplace, output, "--deepspeed_sparse_attention", config=config, launcher=LAUNCHERS[launcher])
     assert printed.count(f"after {STEPS} steps") == printed.count("The run ends after") == 1
-    for mine, theirs in zip(losses(output), losses(one_rank[0]), strict=True):
+    for mine, theirs in zip(losses(output), losses(finished[0]), strict=True):
         assert mine[0] == theirs[0]
         for ours, reference in zip(mine[1:], theirs[1:]):
             assert (ours is None) == (reference is None)
@@ -285,12 +286,12 @@ def test_two_ranks_agree_with_one(workplace, one_rank, launcher, stage):
 
 
 @pytest.mark.slow("starts a launcher and two ranks")
-def test_zero_3_with_a_rank_that_has_no_held_out_sequence(workplace, one_rank):
+def test_zero_3_with_a_rank_that_has_no_held_out_sequence(workplace, finished):
     """ZeRO 3 gathers weights from all ranks in each forward, so one that does fewer of them would stop the others."""
     output, config = workplace / "one_sequence", write_config(workplace, "z3.json", zero_optimization={"stage": 3})
     more = ("--deepspeed_sparse_attention", "--max_steps", "2", "--eval_sequences", "1")
     assert "after 2 steps" in succeed(workplace, output, *more, config=config, launcher=LAUNCHERS["torchrun"])
-    ours, theirs = (training_losses(folder)[1][1] for folder in (output, one_rank[0]))
+    ours, theirs = (training_losses(folder)[1][1] for folder in (output, finished[0]))
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
@@ -305,23 +306,23 @@ def test_a_killed_run_resumes_with_the_same_losses_bit_for_bit(workplace, many_s
 
 
 @pytest.mark.slow("trains, is stopped and continues in three processes")
-def test_a_resume_without_a_checkpoint_says_that_it_starts_again(one_rank, resumed):
+def test_a_resume_without_a_checkpoint_says_that_it_starts_again(finished, resumed):
     output, printed = resumed["from the start"]
     assert "has no checkpoint of it yet; it starts from step 0" in printed
-    assert training_losses(output)[:STEPS] == training_losses(one_rank[0])
+    assert training_losses(output)[:STEPS] == training_losses(finished[0])
     assert len(losses(output)) == STEPS + 2 + 2
 
 
 @pytest.fixture(scope="module")
-def short_runs(workplace, one_rank):
+def short_runs(workplace, finished):
     """Lists of runs that train few steps or none, in one process: how each `main` ended and what it printed."""
-    kinds = {"monitored": monitored_runs(workplace), "refused": refused_runs(workplace, one_rank[0])}
-    kinds["dry"] = dry_runs(workplace, one_rank[0])
+    kinds = {"monitored": monitored_runs(workplace), "refused": refused_runs(workplace, finished[0])}
+    kinds["dry"] = dry_runs(workplace, finished[0])
     late = ("--deepspeed_sparse_attention", "--max_steps", "40", "--max-minutes", "0.001")  # over when they are read
     kinds["late"] = [command(workplace, workplace / "late", *late)]
-    before = checkpoint_files(one_rank[0])
+    before = checkpoint_files(finished[0])
     found = iter(run_in_one_process(workplace, list(itertools.chain(*kinds.values()))))
-    assert checkpoint_files(one_rank[0]) == before and not (workplace / "dry").exists()
+    assert checkpoint_files(finished[0]) == before and not (workplace / "dry").exists()
     return {kind: [next(found) for _ in runs] for kind, runs in kinds.items()}
 
 
@@ -340,11 +341,11 @@ def monitored(workplace, short_runs):
     return workplace / "monitored", workplace / "monitor" / "job", [printed for _, printed in found]
 
 
-def test_resume_or_start_starts_a_run_and_then_continues_it(one_rank, monitored):
+def test_resume_or_start_starts_a_run_and_then_continues_it(finished, monitored):
     output, _, printed = monitored
     assert "continuing" not in printed[0] and "continuing after step 2" in printed[1]
     assert [path.name for path in output.iterdir()] == ["0001"]
-    assert training_losses(output) == training_losses(one_rank[0])[:4], "as if it had never ended"
+    assert training_losses(output) == training_losses(finished[0])[:4], "as if it had never ended"
 
 
 def test_a_run_says_its_held_out_loss_as_it_goes(monitored):
@@ -380,11 +381,11 @@ def test_a_finished_run_continues_with_more_steps(resumed):
 
 
 @pytest.mark.slow("trains, is stopped and continues in three processes")
-def test_a_finished_run_has_nothing_left_to_do_and_writes_no_checkpoint(one_rank, resumed):
+def test_a_finished_run_has_nothing_left_to_do_and_writes_no_checkpoint(finished, resumed):
     output, printed = resumed["again"]
     assert f"nothing left to train, {STEPS} steps are done" in printed and f"after {STEPS} steps" in printed
-    assert losses(output) == losses(one_rank[0])
-    assert checkpoint_files(output) == checkpoint_files(one_rank[0])
+    assert losses(output) == losses(finished[0])
+    assert checkpoint_files(output) == checkpoint_files(finished[0])
 
 
 def checkpoint_files(output):
@@ -624,10 +625,10 @@ def test_the_help_has_every_option_once_in_either_spelling(refused):
 
 
 @pytest.mark.slow("starts the script for four seconds")
-def test_a_wrong_json_ends_the_process_with_a_sentence_and_leaves_the_run_as_it_is(workplace, one_rank):
+def test_a_wrong_json_ends_the_process_with_a_sentence_and_leaves_the_run_as_it_is(workplace, finished):
     config = write_config(workplace, "wrong.json", optimizer={"type": "AdamW", "params": {"lrr": 1}})
-    before = (one_rank[0] / "0001" / "manifest.json").read_bytes()
-    done = run(workplace, one_rank[0], "--deepspeed_sparse_attention", "--resume", config=config)
+    before = (finished[0] / "0001" / "manifest.json").read_bytes()
+    done = run(workplace, finished[0], "--deepspeed_sparse_attention", "--resume", config=config)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.startswith(f"deepspeed_train.py: {config}: optimizer.params.lrr: ")
-    assert (one_rank[0] / "0001" / "manifest.json").read_bytes() == before
+    assert (finished[0] / "0001" / "manifest.json").read_bytes() == before
