@@ -592,13 +592,16 @@ def test_attend_scales_as_it_is_told_and_refuses_what_it_cannot_read():
 
 
 RANKS = """
-import os, sys, torch, torch.distributed as dist
+import atexit, os, signal, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import ds_sparse
 other = os.fork()
 rank = 0 if other else 1
+signal.alarm(100)  # the end of a rank that waits for nothing, before that of the test
+if other:
+    atexit.register(os.kill, other, signal.SIGKILL)  # which would wait for a rank that an error ended
 dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
 def make(**options):
     config = ds_sparse.BigBirdSparsityConfig(num_heads=2, block=16, **options)
