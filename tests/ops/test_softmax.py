@@ -510,7 +510,15 @@ def test_rows_of_every_length(device: str, block: int, dtype: torch.dtype, maske
 def test_rows_longer_than_a_thread_block_holds(device: str, block: int, keys: int, dtype: torch.dtype, masked: bool):
     """Among short ones, for which thread blocks are small; and alone, so that they are large. On a CPU, whose kernels
     take any row in one piece, the shortest ones, and a sixteenth of the others."""
-    keys = keys // 16 if device == "cpu" and keys > 4096 else keys
+    check_long_rows(device, block, keys // 16 if device == "cpu" and keys > 4096 else keys, dtype, masked)
+
+
+@pytest.mark.slow("rows of a sixteenth are another test's")
+def test_rows_of_24576_keys_on_a_cpu():
+    check_long_rows("cpu", 128, 24576, torch.float32, True)
+
+
+def check_long_rows(device: str, block: int, keys: int, dtype: torch.dtype, masked: bool) -> None:
     for rows in (4, 1):
         layout = torch.zeros(1, rows, keys // block, dtype=torch.bool)
         layout[0, 0], layout[0, 1:, 3] = True, True

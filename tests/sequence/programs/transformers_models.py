@@ -232,7 +232,7 @@ def attention_dropout_trains_and_is_repeated_by_checkpoints():
 
 @slow_case("compiles for 10 seconds on each rank")
 def a_compiled_model_computes_attention_outside_of_its_graphs():
-    model, batch = make(num_hidden_layers=1), batch_of("BertForMaskedLM")
+    model, batch = make(), batch_of("BertForMaskedLM")
     wanted = step(model, batch)
     ds_sparse.sequence_parallel(model)
     with in_lines():
