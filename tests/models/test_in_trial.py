@@ -36,6 +36,11 @@ def of_global(tokens):
     return TABLE[:tokens]
 
 
+@functools.lru_cache(maxsize=4)
+def of_cached_function(tokens):
+    return make_table(tokens)
+
+
 class Holder:
     table = None
 
@@ -88,6 +93,7 @@ class Attention(nn.Module):
         positions = self.positions
         self.table = {
             "lru_cache": CACHES["bounded"],
+            "lru_cache of a file": of_cached_function,
             "cache of containers": lambda tokens: CACHES["unbounded"](tokens)["tables"][0],
             "global dict": of_global_dict, "global": of_global, "class": Holder(),
             "object": lambda tokens: KEPT(tokens), "function": of_function,
@@ -131,11 +137,21 @@ def old_objects_are_not_looked_at():
     gc.freeze()
 
 
+@pytest.fixture
+def old_objects_are_looked_at():
+    """As in a process that never freezes them: what files made when they were imported is among them."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fresh():
     global TABLE  # noqa: PLW0603
     TABLE = Holder.table = KEPT.tables = None
     vars(of_function).clear()
+    of_cached_function.cache_clear()
     TABLES.clear()
     CACHES["bounded"] = functools.lru_cache(maxsize=4)(make_table)
     CACHES["unbounded"] = functools.cache(lambda tokens: {"tables": [make_table(tokens)]})
@@ -148,6 +164,16 @@ def fakes():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_computes_numbers_after_a_trial_of_it_or_of_another(way, capsys):
+    check_models_after_trials(way, capsys)
+
+
+@pytest.mark.usefixtures("old_objects_are_looked_at")
+def test_a_cache_that_is_as_old_as_the_file_of_a_model_is_found(capsys):
+    assert any(x is of_cached_function for x in gc.get_objects())
+    check_models_after_trials("lru_cache of a file", capsys)
+
+
+def check_models_after_trials(way, capsys):
     refused, model, untouched, x = Refused(way), Attention(way), Attention(way), torch.randn(2, 8, 32)
     with pytest.raises(ValueError, match="did not: it raised NotImplementedError: a trial ends here"):
         ds_sparse.sparsify(refused, DENSE, max_seq_length=16)
