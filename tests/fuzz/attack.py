@@ -76,11 +76,12 @@ def run(
     skew: float = 0.0,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
     failures: float = 20,
+    first: int = 0,
 ) -> Report:
-    """Runs cases from number 0 on until there are so many, or the seconds are over, or so many have failed."""
+    """Runs cases from number `first` on until there are so many, or the seconds are over, or so many have failed."""
     report, start = Report(device), time.monotonic()
     said = start
-    for number in numbers(operation):
+    for number in numbers(operation, first):
         now = time.monotonic()
         if report.cases.total() >= cases or now - start >= seconds or len(report.failures) >= failures:
             break
@@ -110,8 +111,8 @@ def told(case: Case, outcome: Outcome, seed: int, number: int, device: str) -> s
     )
 
 
-def numbers(operation: str | None) -> Iterator[int]:
-    number = 0
+def numbers(operation: str | None, first: int = 0) -> Iterator[int]:
+    number = first
     while True:
         if operation in (None, operation_of(number)):
             yield number

@@ -159,13 +159,13 @@ def is_small(args: tuple[Any, ...]) -> bool:
     return all(count <= LARGEST_RESULT or (count >= 2**33 and "ASAN_OPTIONS" not in os.environ) for count in numbers)
 
 
-def run(seed: int, cases: float, seconds: float) -> None:
+def run(seed: int, cases: float, seconds: float, first: int) -> None:
     """Prints the number of each case before it runs: the last line names the one that ended the process."""
     torch.set_num_threads(1)
     if "ASAN_OPTIONS" not in os.environ:  # which asks for all addresses there are
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
-    calls, end, number, refused = recorded(), time.monotonic() + seconds, 0, 0
-    while number < cases and time.monotonic() < end:
+    calls, end, number, refused = recorded(), time.monotonic() + seconds, first, 0
+    while number < first + cases and time.monotonic() < end:
         print(f"case {seed}/{number}", flush=True)
         func, args = case(calls, f"{seed}/{number}")
         number += 1
@@ -175,7 +175,8 @@ def run(seed: int, cases: float, seconds: float) -> None:
             func(*args)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, MemoryError):
             refused += 1
-    print(f"{number} calls of {len({func for func, _ in calls})} operators, {refused} of them refused", flush=True)
+    count = len({func for func, _ in calls})
+    print(f"{number - first} calls of {count} operators, {refused} of them refused", flush=True)
 
 
 def describe(seed: str) -> str:
@@ -196,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("show", nargs="?", metavar="SEED/NUMBER", help="show this case in place of running any")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="the case to begin with")
     parser.add_argument("--cases", type=float, default=math.inf)
     parser.add_argument("--seconds", type=float, default=math.inf)
     args = parser.parse_args()
@@ -204,7 +206,7 @@ def main() -> None:
     elif math.isinf(min(args.cases, args.seconds)):
         parser.error("give --cases N or --seconds S, after which it ends")
     else:
-        run(args.seed, args.cases, args.seconds)
+        run(args.seed, args.cases, args.seconds, args.first)
 
 
 if __name__ == "__main__":
