@@ -135,6 +135,8 @@ def old_objects_are_not_looked_at():
     from here on is looked at."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()  # other tests look for what holds a method of an old object
 
 
 @pytest.fixture
