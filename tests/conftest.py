@@ -10,6 +10,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             raise pytest.UsageError(f"{item.nodeid} is marked slow; say why, as in slow('trains for a minute')")
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # other processes share the GPU
+
+
 @pytest.fixture(scope="session")
 def one_rank() -> None:
     """A process group of this process alone, which stays: DeepSpeed keeps groups of the one that it found first."""
