@@ -38,6 +38,12 @@ def without_launcher() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in launcher}
 
 
+def counted_waits():
+    """Counts the waits of streams for events; they do wait."""
+    wait_event = torch.cuda.Stream.wait_event
+    return mock.patch.object(torch.cuda.Stream, "wait_event", autospec=True, side_effect=wait_event)
+
+
 def is_hopper(device: torch.device | str) -> bool:
     device = torch.device(device)
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -7,12 +7,11 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from helpers import EXAMPLES, Layout, as_on_hopper, is_hopper, layouts, seeded
+from helpers import EXAMPLES, Layout, as_on_hopper, counted_waits, is_hopper, layouts, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -403,7 +402,7 @@ def test_a_stream_waits_once_and_in_a_capture_not_at_all():
     def use() -> None:
         _ = index.row_tiles, index.column_tiles, index.layout()
 
-    with mock.patch.object(torch.cuda.Stream, "wait_event") as wait:
+    with counted_waits() as wait:
         use()
         assert wait.call_count == 0
         with torch.cuda.stream(torch.cuda.Stream()):

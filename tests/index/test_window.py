@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import EXAMPLES
+from helpers import EXAMPLES, counted_waits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,7 +132,7 @@ def test_numbers_for_different_heads_are_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_another_stream_waits_for_the_one_that_made_it():
     index = WindowIndex.build(100, 3, True, [50], device="cuda")
-    with mock.patch.object(torch.cuda.Stream, "wait_event") as wait:
+    with counted_waits() as wait:
         assert index.ready() is index
         assert wait.call_count == 0
         with torch.cuda.stream(torch.cuda.Stream()):

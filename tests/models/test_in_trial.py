@@ -177,11 +177,12 @@ def test_a_cache_that_is_as_old_as_the_file_of_a_model_is_found(capsys):
 
 def check_models_after_trials(way, capsys):
     refused, model, untouched, x = Refused(way), Attention(way), Attention(way), torch.randn(2, 8, 32)
+    before = fakes()  # of torch.compile in other tests, where old objects are looked at
     with pytest.raises(ValueError, match="did not: it raised NotImplementedError: a trial ends here"):
         ds_sparse.sparsify(refused, DENSE, max_seq_length=16)
-    assert not fakes()
+    assert len(fakes()) == len(before)
     ds_sparse.sparsify(model, DENSE, max_seq_length=16)
-    assert not fakes() and not capsys.readouterr().out
+    assert len(fakes()) == len(before) and not capsys.readouterr().out
     for each in (model, untouched):
         each(x).sum().item()
     model.load_state_dict(untouched.state_dict())
