@@ -50,7 +50,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
         "amx_bf16": [*AVX512, "-mavx512bf16", "-DDS_SPARSE_TILES"],
     }
 CUDA_FLAGS = "-std=c++20 -O3 --expt-relaxed-constexpr -Xcompiler -fPIC,-fvisibility=hidden -DUSE_CUDA".split()
-# Long files, and the numbers of the dtypes that they are compiled for one by one (csrc/cuda/common/elements.h).
+# Long files, which are begun first, and the numbers of the dtypes that they are compiled for one by one
+# (csrc/cuda/common/elements.h).
 BY_DTYPE = {
     CSRC / "cuda" / "attention" / "backward_sweep.cu": {"fp32": 4, "fp16": 1, "bf16": 2},
     CSRC / "cuda" / "attention" / "backward_columns_sm90.cu": {"fp16": 1, "bf16": 2},
@@ -311,8 +312,9 @@ def wants_cuda() -> bool:
         raise SystemExit(
             "DS_SPARSE_CUDA is 1 and no nvcc was found; install CUDA, set CUDA_HOME, or unset DS_SPARSE_CUDA."
         )
-    is_wanted = choice == "1" or (choice == "" and bool(os.environ.get("TORCH_CUDA_ARCH_LIST") or gpus()))
-    return is_wanted and find_nvcc() is not None
+    if choice == "0" or find_nvcc() is None:
+        return False  # the driver is not asked for its GPUs, which takes a while
+    return choice == "1" or bool(os.environ.get("TORCH_CUDA_ARCH_LIST") or gpus())
 
 
 def empty_torch_cuda(compiler: str) -> Path:
