@@ -194,6 +194,23 @@ inline void check_attention_bias(
       given + " has a dtype that cannot be added to these scores.");
 }
 
+// rpe by distance, (H or 1, 2 * M - 1): the number M - 1 + j - i is added to the score of query i and key j.
+inline void check_distance_bias(const Tensor& x, const Tensor& query, const Tensor& key) {
+  const int64_t least = 2 * std::max(query.size(2), key.size(2)) - 1;
+  check(
+      x.size(0) == 1 || x.size(0) == query.size(1),
+      "rpe by distance has " + std::to_string(x.size(0)) + " heads, where the scores have " +
+          std::to_string(query.size(1)) + ".");
+  check(
+      x.size(1) % 2 == 1 && x.size(1) >= least, "rpe by distance has " + std::to_string(x.size(1)) +
+                                                    " numbers a head; it has to be odd and at least " +
+                                                    std::to_string(least) + ".");
+  check(x.device() == query.device(), "rpe has to be on the device of the other arguments.");
+  check(
+      x.scalar_type() == lse_type(query) || x.scalar_type() == query.scalar_type(),
+      "rpe has a dtype that cannot be added to these scores.");
+}
+
 // What the operators of fused attention share, but for their lists.
 inline void check_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
@@ -226,7 +243,10 @@ inline void check_attention(
       layout_heads == 1 || (layout_heads > 1 && layout_heads == heads),
       "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) +
           " heads; it has to be 1 or as many.");
-  check_attention_bias(rpe, query, {batch, heads, tokens, keys}, {0, 1}, false, "rpe");
+  if (rpe && rpe->dim() == 2)
+    check_distance_bias(*rpe, query, key);
+  else
+    check_attention_bias(rpe, query, {batch, heads, tokens, keys}, {0, 1}, false, "rpe");
   check_attention_bias(attn_mask, query, {batch, heads, tokens, keys}, {0, 1, 2}, true, "attn_mask");
   check_attention_bias(key_bias, query, {batch, keys}, {0}, query.is_cuda(), "key_bias");
   check(!key_bias || key_bias->stride(1) == 1 || keys <= 1, "key_bias has to have its keys adjacent in memory.");

@@ -81,7 +81,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
 
   // softmax(scale * query @ key^T + rpe + attn_mask + key_bias) @ value on the live blocks, the log of each row's sum
   // of exponentials, and what gives its probabilities again.   query (B, H, T, D), key and value (B, Hkv, S, D), H a
-  // multiple of Hkv, D a multiple of 8 and adjacent in memory; rpe and attn_mask (B or 1, H or 1, T or 1, S), of
+  // multiple of Hkv, D a multiple of 8 and adjacent in memory; rpe by distance (H or 1, 2 * M - 1), the number
+  // M - 1 + j - i for query i and key j, or as attn_mask; attn_mask (B or 1, H or 1, T or 1, S), of
   // query's dtype or lse's, attn_mask also bool (keeps where true); key_bias (B or 1, S) of lse's dtype, on CUDA also
   // bool; causal drops keys after the row's token; dropout_seed int64 (2): seed and offset for dropout.h
   // -> output (B, H, T, D) in query's order of memory; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like

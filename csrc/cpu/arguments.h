@@ -147,14 +147,22 @@ struct BiasView {
   int64_t batch_stride, head_stride, row_stride, column_stride;
   bool is_bool, is_wide;
 
-  // dtype: of the other operands.
-  BiasView(const Tensor& x, ScalarType dtype)
+  // dtype: of the other operands. by_distance: x is (H or 1, 2 * M - 1), and not a mask of keys, (B or 1, S).
+  BiasView(const Tensor& x, ScalarType dtype, bool by_distance = false)
       : data(pointer<char>(x)),
         is_bool(x.scalar_type() == ScalarType::Bool),
         is_wide(!is_bool && x.scalar_type() != dtype) {
     auto stride = [&](int64_t dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
     bool padding = x.dim() == 2;
     int64_t size = x.element_size();
+    if (by_distance) {  // a step to the next key is one ahead, to the next query one back
+      batch_stride = 0;
+      head_stride = stride(0) * size;
+      column_stride = x.stride(1);
+      row_stride = -column_stride;
+      data += x.size(1) / 2 * column_stride * size;
+      return;
+    }
     batch_stride = stride(0) * size;
     head_stride = padding ? 0 : stride(1) * size;
     row_stride = padding ? 0 : stride(2);

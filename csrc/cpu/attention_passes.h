@@ -34,7 +34,7 @@ struct Attention {
   explicit Attention(const AttentionCall& call)
       : query(call.query), key(call.key), value(call.value), block(call.block), scale(call.scale), causal(call.causal) {
     for (const auto* bias : {&call.rpe, &call.attn_mask, &call.key_bias})
-      if (*bias) biases.emplace_back(**bias, query.scalar_type());
+      if (*bias) biases.emplace_back(**bias, query.scalar_type(), bias == &call.rpe && (*bias)->dim() == 2);
     if (call.window) {
       limits = &call.window->limits;
       places = call.window->places ? &*call.window->places : nullptr;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -319,28 +319,14 @@ class BlockIndex(OnDevice):
         """Whether `causal()` is there, and builds nothing."""
         return not self.reaches_ahead or "causal" in self._made
 
-    def reversed(self) -> BlockIndex:
-        """The index with its block rows in the opposite order, as `distance_bias` has the queries. Built at the first
-        call, which synchronises; call it before torch.compile traces, or a CUDA graph is captured.
-
-        Returns:
-            The index of the layout whose first block row is the last one here.
-        """
-        if "reversed" not in self._made:
-            what = "An index with its rows in the opposite order, which distance_bias takes, cannot be built"
-            self._refuse_to_make(what, "call index.reversed() once before, which keeps it.")
-            self._made["reversed"] = self._make_reversed()
-        return self._made["reversed"]
-
     @property
-    def has_reversed(self) -> bool:
-        """Whether `reversed` has been called."""
-        return "reversed" in self._made
-
-    @cached_property
     def row_lengths(self) -> list[int]:
         """The live blocks of each block row, L * R numbers on the host; asking for them first synchronises once."""
-        return self.lists.row_offsets.diff().tolist()
+        if "row_lengths" not in self._made:
+            what = "The live blocks of rows, which the gradient of distance_bias takes, cannot be counted"
+            self._refuse_to_make(what, "read index.row_lengths once before, which keeps it.")
+            self._made["row_lengths"] = self.lists.row_offsets.diff().tolist()
+        return self._made["row_lengths"]
 
     def layout(self) -> torch.Tensor:
         """The layout, unpacked at each call.
@@ -431,26 +417,19 @@ class BlockIndex(OnDevice):
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield self.bits
         for made in tuple(self._made.values()):
-            if not isinstance(made, BlockIndex):
+            if not isinstance(made, BlockIndex | list):
                 yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
             if isinstance(made, Lists):
                 yield from made.slots.values()
 
     def _held(self) -> Iterator[torch.Tensor]:
         yield from self._tensors()
-        for made in ("causal", "reversed"):
-            if made in self._made:
-                yield from self._made[made]._held()
+        if "causal" in self._made:
+            yield from self._made["causal"]._held()
 
     @lasting
     def _make_causal(self) -> BlockIndex:
         return self._of(causal_cut(self.layout()), self.block, self.num_heads)
-
-    @lasting
-    def _make_reversed(self) -> BlockIndex:
-        index = self._of(self.layout().flip(1), self.block, self.num_heads)
-        _ = index.row_lengths
-        return index
 
     @lasting
     def _make_lists(self) -> Lists:

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..index.documents import Documents
-from ..ops.distance_attention import as_matrix
+from ..ops.operands import as_matrix
 
 
 def dense_attention(

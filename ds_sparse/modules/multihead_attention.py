@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..ops import check_inputs
-from ..ops.attention import check_dropout
+from ..ops.operands import check_dropout
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import Draws, draws, why_unrepeatable

@@ -145,7 +145,6 @@ _FORMULAS = {
     "layout_attention_bias_backward": _of_structured_attention(BIAS_BACKWARD),
     "distance_bias_backward": _of_distances,
     "layout_distance_forward": _of_structured_attention(FORWARD),
-    "layout_distance_backward": _of_structured_attention(BACKWARD),
     "layout_distance_bias_backward": _of_structured_attention(BIAS_BACKWARD),
     "window_attention_forward": _of_attention(FORWARD),
     "window_attention_backward": _of_attention(BACKWARD),

@@ -11,7 +11,8 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix, ops
 from ._library import HOPPER_OPERATORS, OPERATORS
 from .attention_operators import LAYOUT_OPERATORS
-from .distance_operators import DISTANCE_OPERATORS
+from .distance_gradient import DISTANCE_OPERATORS
+from .earlier_operators import EARLIER_OPERATORS
 from .operands import readable
 from .window import band_implementation
 from .window_operators import NUMBERS_OPERATORS
@@ -37,7 +38,7 @@ def register_rules() -> None:
     """Registers the rules of all operators."""
     for operator in (*OPERATORS, *HOPPER_OPERATORS, *LAYOUT_OPERATORS, *NUMBERS_OPERATORS):
         torch.library.register_vmap(add_op_namespace_prefix(operator), _rule(operator))
-    for operator in DISTANCE_OPERATORS:
+    for operator in (*DISTANCE_OPERATORS, *EARLIER_OPERATORS):
         torch.library.register_vmap(add_op_namespace_prefix(operator), _rule_of_distances(operator))
 
 
@@ -51,7 +52,12 @@ def _rule(operator: str) -> Callable:
         # Lists of numbers have a list.
         dims = {name: dim if isinstance(dim, int) else None for name, dim in zip(names, in_dims, strict=True)}
         number = info.batch_size
-        seed = dims.get("dropout_seed")
+        rpe, seed = given.get("rpe"), dims.get("dropout_seed")
+        by_distance = rpe is not None and rpe.dim() - (dims["rpe"] is not None) == 2
+        if by_distance:
+            _refuse_seeds(dims)
+            if dims["rpe"] is not None:
+                return _one_by_one(call, given, dims, number)
         if seed is not None:
             # Kernels draw others for each matrix of the batch; it is one call, with one seed.
             given["dropout_seed"], dims["dropout_seed"] = given["dropout_seed"].select(seed, 0), None
@@ -63,6 +69,8 @@ def _rule(operator: str) -> Callable:
         of_samples = dims[first]
         batch = given[first].shape[0 if of_samples is None else _after(of_samples)]
         for name, x in given.items():
+            if by_distance and name == "rpe":
+                continue
             if x is not None and (name in OPERANDS or (name in BIASES and (dims[name] is not None or x.shape[0] > 1))):
                 x = _folded(x, dims[name], number, batch if name in BIASES else -1)
                 x = readable(x) if name in AS_KERNELS_READ and x.dim() == 4 and x.shape[-1] % 8 == 0 else x
@@ -91,14 +99,18 @@ def _rule_of_distances(operator: str) -> Callable:
     def rule(info, in_dims, *args):
         given = dict(zip(names, args, strict=True))
         dims = {name: dim if isinstance(dim, int) else None for name, dim in zip(names, in_dims, strict=True)}
-        if dims["dropout_seed"] is not None:
-            raise RuntimeError(
-                "distance_bias with dropout draws the same numbers for each sample of torch.vmap alone; give vmap "
-                'randomness="same", or a batch in place of samples.'
-            )
+        _refuse_seeds(dims)
         return _one_by_one(call, given, dims, info.batch_size)
 
     return rule
+
+
+def _refuse_seeds(dims: dict) -> None:
+    if dims["dropout_seed"] is not None:
+        raise RuntimeError(
+            "distance_bias with dropout draws the same numbers for each sample of torch.vmap alone; give vmap "
+            'randomness="same", or a batch in place of samples.'
+        )
 
 
 def _after(dim: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
@@ -11,32 +11,14 @@ from ..index import BlockIndex, PackedIndex, as_index
 from ..index.lasting import refuse_without_values
 from ..index.lookup import copy_of, index_of_layout
 from ..index.master_layout import MasterLayout
-from ..index.parts import Parts
 from ..layout import with_heads
 from ..wording import listed
-from ._autograd import Function, differentiable_once
-from ._library import check_inputs, require_kernel, under_autocast
-from .attention_function import gradients_of, results_of, save
-from .attention_operators import attention_backward, attention_bias_backward, attention_forward
-from .distance_attention import attention_by_distance, check_distance_bias
-from .operands import (
-    check_attention_operands,
-    check_bias,
-    check_dropout,
-    check_heads,
-    distinct_when_traced,
-    dropout_seed,
-    factor_of,
-    key_bias_of,
-    matrices,
-    of_flash,
-    readable,
-    wide_dtype,
-)
-from .packed_attention import packed_attention
+from .attention_function import attend
+from .call import AttentionCall
+from .operands import check_distance_bias, check_heads, of_flash
+from .packed_attention import goes_by_places, packed_attention
 from .packed_operands import is_packed
-from .query_offset import Options, attention_at, parts_at
-from .sinks import check_sinks
+from .query_offset import attention_at, parts_at
 
 
 @overload
@@ -210,70 +192,30 @@ def block_sparse_attention(
         ... )
         >>> torch.testing.assert_close(last, output[:, :, -1:])
     """
+    options = scale, causal, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p
     if isinstance(layout, PackedIndex) or is_packed(query, key, value, cu_seqlens, document_layout):
-        return packed_attention(
-            query, key, value, layout, cu_seqlens, document_layout, block, block_sparse_attention, causal=causal,
-            return_lse=return_lse, dropout_p=dropout_p, scale=scale, sinks=sinks, rpe=rpe, distance_bias=distance_bias,
-            attn_mask=attn_mask, key_padding_mask=key_padding_mask, query_offset=query_offset,
-        )  # fmt: skip
-    check_inputs(query=query, key=key, value=value)
-    check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask, sinks=sinks)
-    check_inputs(distance_bias=distance_bias)
-    query, key, value = under_autocast(query, key, value)
-    check_attention_operands(query, key, value)
-    if not isinstance(layout, BlockIndex | MasterLayout):
-        refuse_without_values("The layout", with_heads(layout))
-    batch, heads, tokens, head_dim = query.shape
-    keys = key.shape[2]
-    scale = factor_of(scale, head_dim)
-    check_dropout("dropout_p", dropout_p)
+        if query_offset is not None:
+            raise ValueError(goes_by_places("query_offset"))
+        given = AttentionCall(query, key, value, *options)
+        return packed_attention(given, layout, cu_seqlens, document_layout, block, return_lse)
+    call = AttentionCall.checked(query, key, value, *options)
+    query, key = call.query, call.key
+    if isinstance(layout, torch.Tensor):
+        refuse_without_values("The layout", layout)
     # Meta tensors take an index with values, which FLOP counters ask for.
     device = layout.device if query.is_meta else query.device
-    index: BlockIndex | MasterLayout | Parts
-    offsets: tuple[int, ...] = ()
+    keys, last = key.shape[2], query.shape[2] - 1
     if query_offset is None:
         index = index_for(layout, block, device, query, key, causal)
+        check_heads(index, query, key)
+        check_distance_bias(distance_bias, query, keys, last, rpe)
+        output, lse = attend(call, index)
     else:
-        offsets, index = parts_at(query_offset, layout, block, query, keys)
-        _check_block(index.block)
-    check_heads(index, query, key)
-    check_bias("rpe", rpe, query, (batch, heads, tokens, keys), (2, 3, 4))
-    check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
-    check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
-    check_sinks(sinks, query)
-    if distance_bias is not None:
-        check_distance_bias(distance_bias, query, keys, max(offsets, default=0) + tokens - 1, rpe)
-    require_kernel("block_attention_forward", query.device)
-    if isinstance(index, Parts) and query.numel():
-        options = Options(scale, causal, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p)
-        output, lse = attention_at(block_sparse_attention, offsets, index, query, key, value, options, device)
-        return (output, lse) if return_lse else output
-
-    if rpe is not None:
-        if rpe.shape[-2] != tokens or rpe.shape[-1] != keys:
-            # PyTorch sums its gradient over what is repeated, in the dtype that it is given in here.
-            rpe = rpe.to(torch.promote_types(rpe.dtype, wide_dtype(query.dtype)))
-        rpe = matrices(rpe, query.dtype, keys).expand(-1, -1, tokens, -1)
-    attn_mask = None if attn_mask is None else matrices(attn_mask, query.dtype, keys)
-    key_bias = (
-        None
-        if key_padding_mask is None
-        else key_bias_of(key_padding_mask, wide_dtype(query.dtype), keys, query.is_cuda)
-    )
-    if query.numel() == 0:
-        # No batch or no heads. Sums of nothing keep what was given in the graph.
-        given = (key, value, rpe, distance_bias, sinks)
-        output = query + sum(x.sum() for x in given if x is not None)
-        lse = output.to(wide_dtype(query.dtype)).sum(-1)
-    else:
-        seed = dropout_seed(query.device) if dropout_p > 0 else None
-        query, key, value = distinct_when_traced(query, key, value)
-        more: Any = (sinks, key_bias, attn_mask, seed, index, scale, causal, float(dropout_p))
-        if distance_bias is not None:
-            output, lse = attention_by_distance(query, key, value, distance_bias, *more)
-        else:
-            output, lse, _ = _Attention.apply(readable(query), readable(key), readable(value), rpe, *more)
-        output = output[..., :head_dim] if head_dim % 8 else output
+        offsets, parts = parts_at(query_offset, layout, block, query, keys)
+        _check_block(parts.block)
+        check_heads(parts, query, key)
+        check_distance_bias(distance_bias, query, keys, max(offsets) + last, rpe)
+        output, lse = attention_at(call, offsets, parts, device)
     return (output, lse) if return_lse else output
 
 
@@ -321,19 +263,3 @@ def _fitting_block(shape: tuple[int, int], block: int | None, query: torch.Tenso
 def _check_block(block: int) -> None:
     if block not in BLOCK_SIZES:
         raise ValueError(f"block is {block!r}; attention takes {listed(BLOCK_SIZES, 'and')}.")
-
-
-class _Attention(Function):
-    @staticmethod
-    def forward(query, key, value, rpe, sinks, key_bias, attn_mask, seed, index, scale, causal, dropout_p):
-        tensors = (query, key, value, rpe, sinks, key_bias, attn_mask, seed)
-        return results_of(attention_forward, *tensors, index, scale, causal, dropout_p)
-
-    @staticmethod
-    def setup_context(ctx, inputs, results):
-        save(ctx, inputs, results)
-
-    @staticmethod
-    @differentiable_once("block_sparse_attention")
-    def backward(ctx, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _):
-        return gradients_of(attention_backward, attention_bias_backward, ctx, grad_output, grad_lse)

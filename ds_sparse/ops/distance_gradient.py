@@ -1,31 +1,35 @@
 """The gradient of `distance_bias`: scores and probabilities of live blocks are computed once more, some rows at a time,
 and the gradients of the scores added up along the blocks' diagonals.
 
-Queries are in the opposite order, as `distance_attention` has them: what belongs to one distance lies on an
-antidiagonal, and distances count from 0.
+Block row r and block column c meet on the diagonal c - r + R - 1, of R block rows; diagonals overlap by half. Within
+blocks queries are in the opposite order, so that a distance lies on an antidiagonal: the sum of two places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._ops import ops
+from .._ops import add_op_namespace_prefix, ops
 from ..dispatch import Call, choose
+from ..index import BlockIndex
+from ..index.master_layout import MasterLayout
 from .live_dropout import STEPS, kept_on_blocks, threshold_of
 from .matmul import allow_tf32
 from .operands import as_added, raised, wide_dtype
+
+DISTANCE_OPERATORS = ("distance_bias_backward", "layout_distance_bias_backward")
 
 SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}
 """Scores that are held at a time: some tens of MB, on a GPU some hundreds. Not fewer than those of one block row."""
 
 
 class Blocks(NamedTuple):
-    """The live blocks of a reversed layout, by rows, as `BlockIndex` has them."""
+    """The live blocks of a layout, by rows, as `BlockIndex` has them."""
 
     row_offsets: Tensor
     row_columns: Tensor
@@ -59,7 +63,49 @@ class _Operands(NamedTuple):
     key_bias: Tensor | None  # (B or 1, S)
 
 
-def gradient_of_distances(
+def distance_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
+    """The gradient of rpe by distance, of what `attention_bias_backward` takes."""
+    if isinstance(index, MasterLayout):
+        return ops.layout_distance_bias_backward(*call, index.text)
+    lengths = index.row_lengths  # asked first, as they say what to do where they cannot be had
+    return ops.distance_bias_backward(
+        *call, index.row_offsets, index.row_columns, lengths, index.layout_heads, index.block
+    )
+
+
+_SAVED = (
+    "Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor rows, "
+    "Tensor distances, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, float scale, bool causal, "
+    "float dropout_p"
+)
+_operators = torch.library.Library(ops.name, "FRAGMENT")
+_operators.define(
+    f"distance_bias_backward({_SAVED}, Tensor row_offsets, Tensor row_columns, int[] row_lengths, int layout_heads, "
+    "int block) -> Tensor"
+)
+_operators.define(f"layout_distance_bias_backward({_SAVED}, str layout) -> Tensor")
+
+
+@torch.library.impl(_operators, "layout_distance_bias_backward", "CompositeExplicitAutograd")
+def _(*call):
+    *given, text = call
+    query, causal = given[2], given[-2]
+    return distance_bias_backward(MasterLayout.read(text).index(query.shape[2], query.device, causal), *given)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("distance_bias_backward"))
+@torch.library.register_fake(add_op_namespace_prefix("layout_distance_bias_backward"))
+def _(grad_output, grad_lse, query, key, value, output, rows, distances, *_):
+    return distances.new_empty(distances.shape, dtype=wide_dtype(query.dtype))
+
+
+@torch.library.impl(_operators, "distance_bias_backward", "CompositeExplicitAutograd")
+def _(*call):
+    given: Any = (*call[:-5], Blocks(*call[-5:]))
+    return distance_bias_gradient(*given)
+
+
+def distance_bias_gradient(
     grad_output: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -72,18 +118,23 @@ def gradient_of_distances(
     attn_mask: Tensor | None,
     dropout_seed: Tensor | None,
     scale: float,
+    causal: bool,
     dropout_p: float,
     blocks: Blocks,
 ) -> Tensor:
-    """The gradient of distances (H or 1, T + S - 1), alike, summed in fp32 or wider, in the order of batch and live
+    """The gradient of distances (H or 1, 2M - 1), alike, summed in fp32 or wider, in the order of batch and live
     blocks. Operands as `block_attention_backward` takes them."""
     batch, heads, tokens, keys = *query.shape[:3], key.shape[2]
     block, wide = blocks.block, wide_dtype(query.dtype)
-    columns = -(-keys // block)
-    windows = pad(as_added(distances, wide), (0, columns * block - keys)).unfold(
-        -1, 2 * block - 1, block
-    )  # of each antidiagonal
-    total = query.new_zeros(tokens // block + columns - 1, len(distances), 2 * block - 1, dtype=wide)
+    rows_of_blocks, columns = -(-tokens // block), -(-keys // block)
+    # Distances from that of the last query and the first key to that of the first query and the last key.
+    around = rows_of_blocks * block - 1 - distances.shape[1] // 2, columns * block - 1 - distances.shape[1] // 2
+    biases = pad(as_added(distances, wide), around)
+    if causal:
+        ahead = torch.arange(biases.shape[1], device=biases.device) >= rows_of_blocks * block
+        biases = biases.masked_fill(ahead, float("-inf"))
+    windows = biases.unfold(-1, 2 * block - 1, block)  # of each diagonal
+    total = query.new_zeros(rows_of_blocks + columns - 1, len(distances), 2 * block - 1, dtype=wide)
     per_sequence = sum(blocks.row_lengths) * heads // blocks.layout_heads * block**2
     room = SCORES_AT_ONCE["cuda" if query.is_cuda else "cpu"]
     together = min(max(1, room // max(1, per_sequence)), batch)
@@ -91,17 +142,17 @@ def gradient_of_distances(
         part = slice(start, min(start + together, batch))
         given = _operands(
             grad_output[part], None if grad_lse is None else grad_lse[part], query[part], key[part], value[part],
-            output[part], rows[part], _of_sequences(key_bias, part), _of_sequences(attn_mask, part), columns * block,
+            output[part], rows[part], _of_sequences(key_bias, part), _of_sequences(attn_mask, part), block,
         )  # fmt: skip
         for piece in _parts(blocks, heads, room // (part.stop - part.start)):
             first_matrix = start * heads + piece.heads.start
             dropped = None if dropout_seed is None else (dropout_seed, dropout_p, first_matrix, heads)
             _add_part(total, piece, given, windows, scale, block, dropped)
-    # Antidiagonals of blocks overlap by half.
     side = total.transpose(0, 1)
     grad = pad(side[..., :block].flatten(1), (0, block))
     grad[:, block:] += pad(side[..., block:], (0, 1)).flatten(1)
-    return grad[:, : distances.shape[-1]].contiguous()
+    first, last = around
+    return pad(grad[:, : (rows_of_blocks + columns) * block - 1], (-first, -last)).contiguous()
 
 
 def _of_sequences(mask: Tensor | None, part: slice) -> Tensor | None:
@@ -118,24 +169,33 @@ def _operands(
     rows: Tensor,
     key_bias: Tensor | None,
     attn_mask: Tensor | None,
-    keys: int,
+    block: int,
 ) -> _Operands:
-    wide, missing = rows.dtype, keys - key.shape[2]
-    shared_by = query.shape[1] // key.shape[1]
-    key, value = (pad(x.to(wide), (0, 0, 0, missing)).repeat_interleave(shared_by, 1) for x in (key, value))
-    grad_output = grad_output.to(wide)
-    drop = (grad_output * output).sum(-1)
+    """Fills tokens up to whole blocks, where what has no query has no share, and what has no key is masked; and turns
+    the queries of each block around."""
+    missing_queries, missing_keys = -query.shape[2] % block, -key.shape[2] % block
+
+    def turned(x: Tensor) -> Tensor:
+        x = pad(x, (*(0, 0) * (x.dim() - 3), 0, missing_queries))
+        return x.unflatten(2, (-1, block)).flip(3).flatten(2, 3)
+
+    wide, shared_by = rows.dtype, query.shape[1] // key.shape[1]
+    drop = (grad_output.to(wide) * output).sum(-1)
     drop = drop if grad_lse is None else drop - grad_lse
     maximum, total = rows.unbind(-1)
-    if missing:
-        if key_bias is None:
-            key_bias = rows.new_zeros(1, keys - missing)
-        key_bias = pad(key_bias, (0, missing), value=False if key_bias.dtype == torch.bool else float("-inf"))
-        attn_mask = None if attn_mask is None else pad(attn_mask, (0, missing))
-    return _Operands(
-        query.to(wide), key, value, grad_output, maximum, total.reciprocal().masked_fill(total == 0, 0), drop,
-        attn_mask, key_bias,
-    )  # fmt: skip
+    share = total.reciprocal().masked_fill(total == 0, 0)
+    if missing_keys and key_bias is None:
+        key_bias = rows.new_zeros(1, key.shape[2])
+    if key_bias is not None:
+        masked = False if key_bias.dtype == torch.bool else float("-inf")
+        key_bias = pad(key_bias, (0, missing_keys), value=masked)
+    if attn_mask is not None:
+        attn_mask = pad(attn_mask, (0, missing_keys))
+        attn_mask = turned(attn_mask) if attn_mask.shape[2] > 1 else attn_mask
+    query, grad_output = (turned(x.to(wide)) for x in (query, grad_output))
+    key, value = (pad(x.to(wide), (0, 0, 0, missing_keys)).repeat_interleave(shared_by, 1) for x in (key, value))
+    maximum, share, drop = (turned(x) for x in (maximum, share, drop))
+    return _Operands(query, key, value, grad_output, maximum, share, drop, attn_mask, key_bias)
 
 
 def _parts(blocks: Blocks, heads: int, room: int) -> Iterator[_Part]:
@@ -168,18 +228,18 @@ def _add_part(
     block: int,
     dropped: tuple[Tensor, float, int, int] | None,
 ) -> None:
-    """Adds what the blocks of a part give to the antidiagonals.
+    """Adds what the blocks of a part give to the diagonals.
 
     Args:
         total: (R + C - 1, H or 1, 2 * block - 1).
-        windows: (H or 1, R + C - 1, 2 * block - 1), the distances of each antidiagonal.
+        windows: (H or 1, R + C - 1, 2 * block - 1), the distances of each diagonal.
         dropped: seed, probability, the first matrix's number, and heads, where dropout drops.
     """
     heads, number = part.heads, len(part.lengths)
     columns = part.columns.long()
     lengths = part.offsets.diff()
     row = torch.arange(number, device=columns.device).repeat_interleave(lengths, output_size=len(columns))
-    antidiagonal = row + part.first_row + columns
+    diagonal = columns - row - part.first_row + given.query.shape[2] // block - 1
     tokens = slice(part.first_row * block, (part.first_row + number) * block)
 
     def of_rows(x: Tensor) -> Tensor:
@@ -187,7 +247,7 @@ def _add_part(
         return x[:, heads, tokens].unflatten(2, (number, block))[:, :, row].unsqueeze(-1)
 
     own = windows if len(windows) == 1 else windows[heads]
-    added = own[:, antidiagonal].unfold(-1, block, 1)  # (h or 1, n, block, block)
+    added = own[:, diagonal].unfold(-1, block, 1)  # (h or 1, n, block, block)
     dead = (added == float("-inf")) | (of_rows(given.share) == 0)
     for mask in _masks(given, heads, tokens, row, columns, block):
         if mask.dtype == torch.bool:
@@ -203,7 +263,7 @@ def _add_part(
         sequences, of_heads = (torch.arange(n, device=row.device) for n in grad.shape[:2])
         matrices = first + sequences[:, None] * all_heads + of_heads
         kept = kept_on_blocks(seed, dropout_p, matrices, row + part.first_row, columns, block)
-        grad.masked_fill_(~kept, 0).mul_(STEPS / (STEPS - threshold_of(dropout_p)))
+        grad.masked_fill_(~kept.flip(-2), 0).mul_(STEPS / (STEPS - threshold_of(dropout_p)))
     # What is masked may be NaN.
     grad = grad.sub_(of_rows(given.drop)).mul_(probs).masked_fill_(dead, 0).sum(0)
     if len(windows) == 1:
@@ -211,7 +271,7 @@ def _add_part(
     # Each row of a block moved on by its number: antidiagonals become columns.
     grad = pad(grad, (0, block)).flatten(-2)[..., : block * (2 * block - 1)].unflatten(-1, (block, -1)).sum(-2)
     target = total if len(windows) == 1 else total[:, heads]
-    _add_in_order(target, antidiagonal, grad.transpose(0, 1))
+    _add_in_order(target, diagonal, grad.transpose(0, 1))
 
 
 def _product(a: Tensor, b: Tensor, part: _Part, block: int) -> Tensor:

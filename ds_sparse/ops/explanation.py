@@ -11,8 +11,7 @@ from ..index import BlockIndex, TokenIndex, WindowIndex
 from ..index.master_layout import MasterLayout
 from ._library import check_inputs, under_autocast
 from .attention import index_for
-from .distance_attention import check_distance_bias
-from .operands import call_on, check_attention_operands, check_heads, is_readable
+from .operands import call_on, check_attention_operands, check_distance_bias, check_heads, is_readable
 from .token import call_on_pairs, check_operands, fitting
 from .window_attention import fitting_window
 
@@ -102,8 +101,7 @@ def explain(
         check_attention_operands(query, key, value)
         index = _blocks_of(layout, block, query, key, causal)
         check_heads(index, query, key)
-        if distance_bias is not None:
-            check_distance_bias(distance_bias, query, key.shape[2], query.shape[2] - 1, rpe)
+        check_distance_bias(distance_bias, query, key.shape[2], query.shape[2] - 1, rpe)
         described = repr(layout if isinstance(layout, WindowIndex) else index)
         operation, call = "block_sparse_attention", call_on(index, query)
     why = reasons(operation, call)
@@ -162,11 +160,6 @@ def _notes(
     if rpe is not None and rpe.requires_grad:
         name = choose("gradient of rpe", call).name
         notes.append(f"The gradient of rpe is a kernel of its own, by the implementation {name}.")
-    if distance_bias is not None:
-        notes.append(
-            "query is copied in the opposite order at each call, in which the kernels read distance_bias as a matrix "
-            "that is not in memory."
-        )
     if distance_bias is not None and distance_bias.requires_grad:
         name = choose("gradient of distance_bias", call).name
         notes.append(

@@ -164,6 +164,40 @@ def check_bias(
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shapes}, where any dimension may be 1.")
 
 
+def check_distance_bias(
+    bias: torch.Tensor | None, query: torch.Tensor, keys: int, last: int, rpe: torch.Tensor | None
+) -> None:
+    """Raises ValueError unless it has the distances of queries up to the position `last` and so many keys."""
+    if bias is None:
+        return
+    if rpe is not None:
+        raise ValueError(
+            "rpe and distance_bias are both given; rpe is a matrix of tokens by tokens already, so add to it what "
+            "distance_bias has for each pair, ds_sparse.reference.bias_of_pairs(distance_bias, tokens, keys)."
+        )
+    if bias.device != query.device:
+        raise ValueError(f"distance_bias is on {bias.device} and query on {query.device}; move it there.")
+    if bias.dtype not in DTYPES:
+        raise ValueError(f"distance_bias is {bias.dtype}; it has to be float16, bfloat16, float32 or float64.")
+    heads, least = query.shape[1], max(last + 1, keys)
+    if bias.dim() != 2 or not broadcasts(bias.shape[:1], (heads,)) or bias.shape[1] % 2 == 0:
+        raise ValueError(
+            f"distance_bias has shape {tuple(bias.shape)}; it has to be ({heads}, 2 * M - 1) or (1, 2 * M - 1), that "
+            f"of the distance 0 in the middle, with M at least {least}."
+        )
+    if bias.shape[1] < 2 * least - 1:
+        raise ValueError(
+            f"distance_bias has {bias.shape[1]} distances, up to {bias.shape[1] // 2}, and there are queries up to the "
+            f"position {last} and {keys} keys; give {2 * least - 1} or more, from -{least - 1} to {least - 1}."
+        )
+
+
+def as_matrix(bias: torch.Tensor, tokens: int, keys: int) -> torch.Tensor:
+    """A bias by distance (H or 1, 2M - 1) as one of pairs of tokens, (H or 1, T, S)."""
+    middle = bias.shape[1] // 2 + 1
+    return pad(bias, (tokens - middle, keys - middle)).unfold(-1, keys, 1).flip(1)
+
+
 def as_added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What is added to scores in `dtype`: -inf stays, and no finite value becomes it."""
     shape = x.shape

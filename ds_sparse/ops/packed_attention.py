@@ -1,102 +1,87 @@
 """Attention over documents packed in one row, of which none sees another: what `block_sparse_attention` does with
-`cu_seqlens`, with a `PackedIndex`, and with nested tensors."""
+`cu_seqlens`, with a `PackedIndex`, and with nested tensors.
+
+On a Hopper GPU kernels read documents where they lie. Elsewhere operands are copied, so that each document begins with
+a whole block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
+from torch import Tensor
 
+from .._ops import add_op_namespace_prefix, ops
 from ..index import BlockIndex, PackedIndex, WindowIndex
+from ..index.block import SIDES
 from ..index.documents import check_document_layout
 from ..index.lookup import packed_index_of, row_index_of
 from ._autograd import Function, differentiable_once
-from ._library import check_inputs, under_autocast
-from .operands import (
-    check_attention_operands,
-    check_dropout,
-    check_heads,
-    distinct_when_traced,
-    factor_of,
-)
-from .packed_in_place import attention_in_place, is_read_in_place
+from .attention_function import attend
+from .attention_operators import implementation_for
+from .call import AttentionCall
+from .operands import check_heads, distinct_when_traced, empty_as, lists_of_tiles, readable, wide_dtype
 from .packed_operands import check_row, check_tokens, known_twice, packed_operands
-from .sinks import check_sinks
-from .window_attention import window_attention
+from .window_attention import attend_in_window, fitting_window
 
 
 def packed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex | PackedIndex,
-    cu_seqlens: torch.Tensor | None,
+    call: AttentionCall,
+    layout: Tensor | BlockIndex | PackedIndex,
+    cu_seqlens: Tensor | None,
     document_layout: str,
     block: int | None,
-    attend: Callable[..., Any],
-    *,
-    causal: bool,
     return_lse: bool,
-    dropout_p: float,
-    scale: float | None,
-    sinks: torch.Tensor | None,
-    **others: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`block_sparse_attention` of packed documents.
-
-    attend: attention on a layout, given (query, key, value, index) and the arguments by name.
-    others: arguments that packed documents have not, by name; None each.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`block_sparse_attention` of packed documents, of a call that is not checked.
 
     Raises:
         TypeError, ValueError: what does not fit, in a sentence.
     """
-    for name, x in others.items():
-        if x is not None:
-            raise ValueError(
-                f"{name} is given for packed documents, and goes by places in a row; leave it out (padding too: packed "
-                "documents have none), or call once for each document."
-            )
+    for name in ("rpe", "distance_bias", "attn_mask", "key_padding_mask"):
+        if getattr(call, name) is not None:
+            raise ValueError(goes_by_places(name))
     check_document_layout(document_layout)
     given = cu_seqlens
-    query, key, value, cu_seqlens, as_given = packed_operands(query, key, value, cu_seqlens)
-    query, key, value = under_autocast(query, key, value)
-    check_attention_operands(query, key, value)
+    query, key, value, cu_seqlens, as_given = packed_operands(call.query, call.key, call.value, cu_seqlens)
+    call = AttentionCall.checked(query, key, value, *call[3:])
+    query, key, value, causal = call.query, call.key, call.value, call.causal
     check_row(query, key, value)
-    check_dropout("dropout_p", dropout_p)
-    check_inputs(sinks=sinks)
-    check_sinks(sinks, query)
     if document_layout == "row":
-        if return_lse or dropout_p:
+        if return_lse or call.dropout_p:
             raise ValueError(
                 "return_lse and dropout_p are for document_layout='own'; leave them out with document_layout='row'."
             )
         of_row = _row_index(layout, cu_seqlens, block, query, causal)
         check_heads(of_row.blocks, query, key)
-        return as_given(window_attention(query, key, value, of_row, scale=scale, sinks=sinks))
+        return as_given(attend_in_window(call, fitting_window(of_row, query)))
     index = _own_index(layout, cu_seqlens, block, query, is_nested=cu_seqlens is not given)
     check_heads(index.blocks, query, key)
     exists = index.exists[0]
     back = index.aligned, index.tokens_of, None, exists
-    factor = factor_of(scale, query.shape[-1])
-    if sinks is None and is_read_in_place(index, query, factor, dropout_p):
+    if call.sinks is None and is_read_in_place(index, query, call.scale, call.dropout_p):
         query, key, value = distinct_when_traced(query, key, value)
-        output, lse = attention_in_place(query, key, value, index, factor, causal)
+        output, lse = attention_in_place(query, key, value, index, call.scale, causal)
     else:
         query, key, value = (_Moved.apply(x, index.tokens_of, index.aligned, exists, None) for x in (query, key, value))
-        output, lse = attend(
-            query, key, value, index.causal_blocks(causal), key_padding_mask=index.exists, causal=causal,
-            dropout_p=dropout_p, scale=scale, sinks=sinks, return_lse=True,
-        )  # fmt: skip
+        call = call._replace(query=query, key=key, value=value, key_padding_mask=index.exists)
+        output, lse = attend(call, index.causal_blocks(causal))
         output = _Moved.apply(output, *back)
     return (as_given(output), as_given(_Moved.apply(lse, *back))) if return_lse else as_given(output)
 
 
+def goes_by_places(name: str) -> str:
+    """The sentence for an option that packed documents have not."""
+    return (
+        f"{name} is given for packed documents, and goes by places in a row; leave it out (padding too: packed "
+        "documents have none), or call once for each document."
+    )
+
+
 def _own_index(
-    layout: torch.Tensor | BlockIndex | PackedIndex,
-    cu_seqlens: torch.Tensor | None,
+    layout: Tensor | BlockIndex | PackedIndex,
+    cu_seqlens: Tensor | None,
     block: int | None,
-    query: torch.Tensor,
+    query: Tensor,
     is_nested: bool,
 ) -> PackedIndex:
     """The index that is given, or that of the layout and the documents, after a check that it fits the query."""
@@ -118,10 +103,10 @@ def _own_index(
 
 
 def _row_index(
-    layout: torch.Tensor | BlockIndex | PackedIndex,
-    cu_seqlens: torch.Tensor | None,
+    layout: Tensor | BlockIndex | PackedIndex,
+    cu_seqlens: Tensor | None,
     block: int | None,
-    query: torch.Tensor,
+    query: Tensor,
     causal: bool,
 ) -> WindowIndex:
     """The index of a row's layout, cut at the borders of documents."""
@@ -131,7 +116,7 @@ def _row_index(
     return row_index_of(layout, cu_seqlens, block, query.shape[2], causal, query.device)
 
 
-def _moved(x: torch.Tensor, numbers: torch.Tensor, exists: torch.Tensor | None) -> torch.Tensor:
+def _moved(x: Tensor, numbers: Tensor, exists: Tensor | None) -> Tensor:
     x = x.index_select(2, numbers)
     return x if exists is None else x.masked_fill_(~exists.view(-1, *[1] * (x.dim() - 3)), 0)
 
@@ -142,12 +127,12 @@ class _Moved(Function):
 
     @staticmethod
     def forward(
-        x: torch.Tensor,
-        numbers: torch.Tensor,
-        inverse: torch.Tensor,
-        exists: torch.Tensor | None,
-        existed: torch.Tensor | None,
-    ) -> torch.Tensor:
+        x: Tensor,
+        numbers: Tensor,
+        inverse: Tensor,
+        exists: Tensor | None,
+        existed: Tensor | None,
+    ) -> Tensor:
         return _moved(x, numbers, exists)
 
     @staticmethod
@@ -156,5 +141,76 @@ class _Moved(Function):
 
     @staticmethod
     @differentiable_once("block_sparse_attention")
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: Tensor):
         return _moved(grad, ctx.inverse, ctx.existed), None, None, None, None
+
+
+LEAST_SCALE = 1e-6
+"""The kernels scale differences of scores in the exponent, which a factor that is not well above 0 does not allow."""
+
+
+def is_read_in_place(index: PackedIndex, query: Tensor, scale: float, dropout_p: float) -> bool:
+    """Whether there is a kernel that reads these documents, (1, H, T, D), where they lie."""
+    return scale > LEAST_SCALE and dropout_p == 0 and implementation_for(index.blocks, query).name == "hopper"
+
+
+def attention_in_place(
+    query: Tensor, key: Tensor, value: Tensor, index: PackedIndex, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output (1, H, T, D), and lse (1, H, N * block) by aligned numbers, as of `block_sparse_attention`."""
+    depth = query.shape[-1]
+    output, lse, _ = _PackedAttention.apply(readable(query), readable(key), readable(value), index, scale, causal)
+    return output[..., :depth] if depth % 8 else output, lse
+
+
+class _PackedAttention(Function):
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, index: PackedIndex, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = index.causal_blocks(causal)
+        tile = implementation_for(blocks, query).tile(blocks.block)
+        return ops.packed_attention_forward(
+            query, key, value, index.spans, index.tile_spans("rows", tile, causal),
+            *lists_of_tiles(blocks.tiles("rows", tile)), blocks.layout_heads, blocks.block, scale, causal,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, results):
+        query, key, value, ctx.index, ctx.scale, ctx.causal = inputs
+        output, _, rows = results
+        ctx.mark_non_differentiable(rows)
+        ctx.save_for_backward(query, key, value, output, rows)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @differentiable_once("block_sparse_attention")
+    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
+        query, key, value, output, rows = ctx.saved_tensors
+        index, blocks = ctx.index, ctx.index.causal_blocks(ctx.causal)
+        grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
+        tile = implementation_for(blocks, query, "hopper").tile(blocks.block)
+        grads = ops.packed_attention_backward(
+            grad_output, None if grad_lse is None else grad_lse.contiguous(), query, key, value, output, rows,
+            index.spans, *(index.tile_spans(side, tile, ctx.causal) for side in SIDES),
+            *(x for side in SIDES for x in lists_of_tiles(blocks.tiles(side, tile))),
+            blocks.layout_heads, blocks.block, ctx.scale, ctx.causal, torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return *grads, None, None, None
+
+
+@torch.library.register_fake(add_op_namespace_prefix("packed_attention_forward"))
+def _(
+    query, key, value, spans, row_spans, row_lines, row_entries, row_units, row_cuts, layout_heads, block, scale, causal
+):  # fmt: skip
+    shape, wide = (1, query.shape[1], spans.shape[0] * block), wide_dtype(query.dtype)
+    return empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("packed_attention_backward"))
+def _(
+    grad_output, grad_lse, query, key, value, output, rows, spans, row_spans, column_spans, row_lines, row_entries,
+    row_units, row_cuts, column_lines, column_entries, column_units, column_cuts, layout_heads, block, scale, causal,
+    deterministic,
+):  # fmt: skip
+    return empty_as(query), empty_as(key), empty_as(value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,98 +22,15 @@ from ..index.lasting import refuse_without_values
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
-from ._autograd import Function, differentiable_once, differentiable_once_in
-from .distance_attention import shifted
+from ._autograd import Function, differentiable_once
+from .attention_function import attend, results_of_nothing
+from .call import AttentionCall
 from .operands import as_added, key_bias_of, matrices, raised, wide_dtype
 
 FEW_QUERIES = 16
 """Query tokens up to which the keys of their block rows are gathered."""
 
 Offset = int | Tensor
-
-
-class Options(NamedTuple):
-    """What a call of `block_sparse_attention` is given besides operands and layout."""
-
-    scale: float
-    causal: bool
-    key_padding_mask: Tensor | None
-    attn_mask: Tensor | None
-    rpe: Tensor | None
-    distance_bias: Tensor | None
-    sinks: Tensor | None
-    dropout_p: float
-
-    def of_sequences(self, part: slice) -> Options:
-        """Those of some sequences of the batch."""
-
-        def of(x: Tensor | None, dims: int) -> Tensor | None:
-            return x if x is None or x.dim() < dims or len(x) == 1 else x[part]
-
-        padding, mask, rpe = of(self.key_padding_mask, 2), of(self.attn_mask, 4), of(self.rpe, 4)
-        return self._replace(key_padding_mask=padding, attn_mask=mask, rpe=rpe)
-
-    def differentiable_once_in(self, operation: str) -> Options:
-        """Those of an operation that has first derivatives only."""
-        rpe, bias, sinks = differentiable_once_in(operation, self.rpe, self.distance_bias, self.sinks)
-        return self._replace(rpe=rpe, distance_bias=bias, sinks=sinks)
-
-    def of_keys(self, part: slice) -> Options:
-        """Those of some keys."""
-
-        def of(x: Tensor | None) -> Tensor | None:
-            return x if x is None or x.shape[-1] == 1 else x[..., part]
-
-        padding, mask, rpe = of(self.key_padding_mask), of(self.attn_mask), of(self.rpe)
-        return self._replace(key_padding_mask=padding, attn_mask=mask, rpe=rpe).away(part.start)
-
-    def away(self, by: int) -> Options:
-        """Those of tokens of which the first key is by so much further from the first query."""
-        bias = self.distance_bias
-        return self if bias is None else self._replace(distance_bias=shifted(bias, by))
-
-    def after_queries(self, number: int, query: Tensor) -> Options:
-        """Those of so many more queries in front, of which nothing is used: they see no key that the others, `query`,
-        do not, as it may be NaN."""
-
-        def of(x: Tensor | None) -> Tensor | None:
-            if x is None or x.shape[-2] == 1:
-                return x
-            return pad(x, (0, 0, number, 0), value=False if x.dtype == torch.bool else float("-inf"))
-
-        mask = self.attn_mask
-        if self.distance_bias is not None and (mask is None or mask.shape[-2] == 1):
-            # Its -inf go by distance.
-            there = torch.ones(query.shape[2], 1, dtype=torch.bool, device=query.device)
-            mask = there if mask is None else mask.expand(*mask.shape[:-2], query.shape[2], -1)
-        return self._replace(attn_mask=of(mask), rpe=of(self.rpe))
-
-    @property
-    def adds_floats(self) -> bool:
-        masks = (self.key_padding_mask, self.attn_mask, self.rpe, self.distance_bias)
-        return any(x is not None and x.dtype != torch.bool for x in masks)
-
-    def with_order_in_mask(self, query: Tensor, first: int, keys: int) -> Options:
-        """Those of queries from position `first` on, with causality as a part of attn_mask."""
-        positions = torch.arange(first, first + query.shape[2], device=query.device)
-        seen = torch.arange(keys, device=query.device) <= positions[:, None]
-        mask, rpe = self.attn_mask, self.rpe
-        if mask is not None and mask.dtype != torch.bool and rpe is None and self.distance_bias is None:
-            # rpe may be the same for all queries, and then it stays so; a mask that has the order, too, may not.
-            mask, rpe = None, mask
-        if mask is None or mask.dtype == torch.bool:
-            mask = seen if mask is None else mask & seen
-        else:
-            mask = mask.masked_fill(~seen, float("-inf"))
-        return self._replace(causal=False, attn_mask=mask, rpe=rpe)
-
-    def with_wide_gradients(self, dtype: torch.dtype) -> Options:
-        """Those whose gradients, of several calls and sequences, are added up in `dtype` or wider."""
-
-        def of(x: Tensor | None) -> Tensor | None:
-            return x if x is None or not x.requires_grad else x.to(torch.promote_types(x.dtype, dtype))
-
-        return self._replace(rpe=of(self.rpe), distance_bias=of(self.distance_bias), sinks=of(self.sinks))
 
 
 def parts_at(
@@ -167,82 +83,66 @@ def _offsets(offset: Offset, batch: int) -> tuple[int, ...]:
 
 
 def attention_at(
-    attend: Callable[..., Any],
-    offsets: tuple[int, ...],
-    parts: Parts,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
-    device: torch.device,
+    call: AttentionCall, offsets: tuple[int, ...], parts: Parts, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of queries at these positions.
 
     Args:
-        attend: `block_sparse_attention`.
+        call: checked.
         offsets, parts: from `parts_at`.
         device: where the index is to be.
     """
-    options = options.with_wide_gradients(wide_dtype(query.dtype))
-    if query.shape[2] <= FEW_QUERIES:
-        query, key, value = differentiable_once_in("block_sparse_attention", query, key, value)
-        options = options.differentiable_once_in("block_sparse_attention")
-        with _in_own_dtype(query):
-            return _gathered(offsets, parts, query, key, value, options, device)
+    if call.query.numel() == 0:
+        return results_of_nothing(call)
+    call = call.with_wide_gradients()
+    if call.query.shape[2] <= FEW_QUERIES:
+        with _in_own_dtype(call.query):
+            return _gathered(call.differentiable_once("block_sparse_attention"), offsets, parts, device)
     if len(offsets) == 1:
-        return _in_blocks(attend, offsets[0], parts, query, key, value, options, device)
-    results = []
-    for i, offset in enumerate(offsets):
-        part = slice(i, i + 1)
-        given = (query[part], key[part], value[part], options.of_sequences(part))
-        results.append(_in_blocks(attend, offset, parts, *given, device))
+        return _in_blocks(call, offsets[0], parts, device)
+    results = [_in_blocks(call.of_sequences(slice(i, i + 1)), at, parts, device) for i, at in enumerate(offsets)]
     output, lse = zip(*results, strict=True)
     return torch.cat(output), torch.cat(lse)
 
 
 def window_at(
-    attend: Callable[..., Tensor],
-    offset: int,
-    windows: tuple[int, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
+    attend: Callable[[AttentionCall], Tensor], call: AttentionCall, offset: int, windows: tuple[int, ...]
 ) -> Tensor:
     """Output of queries that begin at a position, of attention to the tokens around.
 
     Args:
-        attend: `window_attention`.
+        attend: attention in `windows` of a call whose queries and keys are the same tokens.
+        call: checked.
         offset: from `check_window_offset`.
         windows: tokens on each side, one number, or one a head.
     """
-    tokens, widest = query.shape[2], max(windows)
-    part = slice(max(0, offset - widest), offset + tokens + (0 if options.causal else widest))
-    key, value, options, offset = key[:, :, part], value[:, :, part], options.of_keys(part), offset - part.start
+    if call.query.numel() == 0:
+        return results_of_nothing(call)[0]
+    tokens, widest, device = call.query.shape[2], max(windows), call.device
+    part = slice(max(0, offset - widest), offset + tokens + (0 if call.causal else widest))
+    call, offset = call.of_keys(part), offset - part.start
+    query, key, value = call.query, call.key, call.value
     keys = key.shape[2]
-    at, of_heads = torch.arange(keys, device=query.device), torch.tensor(windows, device=query.device)
+    at, of_heads = torch.arange(keys, device=device), torch.tensor(windows, device=device)
     if tokens > FEW_QUERIES:
-        query = pad(query, (0, 0, offset, keys - offset - tokens))
         if len(windows) > 1:
             # What fills up sees, in a head, keys that only the wider windows of others have, and they may be NaN.
             away = torch.maximum(offset - at, at - (offset + tokens - 1))
             is_read = away <= of_heads.unflatten(0, (key.shape[1], -1)).amax(1, keepdim=True)
             key, value = (x.masked_fill(~is_read.unsqueeze(-1), 0) for x in (key, value))
-        numbers = {"causal": options.causal, "scale": options.scale, "sinks": options.sinks}
-        output = attend(query, key, value, windows, key_padding_mask=options.key_padding_mask, **numbers)
-        return output[:, :, offset : offset + tokens]
-    query, key, value = differentiable_once_in("window_attention", query, key, value)
-    options = options.differentiable_once_in("window_attention")
-    away = at - torch.arange(offset, offset + tokens, device=query.device)[:, None]
+        query = pad(query, (0, 0, offset, keys - offset - tokens))
+        return attend(call._replace(query=query, key=key, value=value))[:, :, offset : offset + tokens]
+    call = call.differentiable_once("window_attention")
+    away = at - torch.arange(offset, offset + tokens, device=device)[:, None]
     seen = away.abs() <= of_heads[:, None, None]
-    seen = seen & (away <= 0) if options.causal else seen
-    seen, bias = seen[None], torch.zeros((), dtype=wide_dtype(query.dtype), device=query.device)
+    seen = seen & (away <= 0) if call.causal else seen
+    seen, bias = seen[None], torch.zeros((), dtype=wide_dtype(query.dtype), device=device)
     with _in_own_dtype(query):
-        if options.key_padding_mask is not None:
-            of_keys = key_bias_of(options.key_padding_mask, bias.dtype, keys, True)[:, None, None]
+        if call.key_padding_mask is not None:
+            of_keys = key_bias_of(call.key_padding_mask, bias.dtype, keys, True)[:, None, None]
             seen, bias = _with_bias(seen, bias, of_keys)
-        all_seen = tokens == 1 and len(windows) == 1 and options.key_padding_mask is None
-        return _plainly(query, key, value, seen, bias, options, all_seen)[0]
+        all_seen = tokens == 1 and len(windows) == 1 and call.key_padding_mask is None
+        return _plainly(call, call.key, call.value, seen, bias, all_seen)[0]
 
 
 def check_window_offset(offset: object, tokens: int, keys: int) -> int:
@@ -267,44 +167,34 @@ def _in_own_dtype(query: Tensor) -> AbstractContextManager:
     return nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False)
 
 
-def _in_blocks(
-    attend: Callable[..., Any],
-    offset: int,
-    parts: Parts,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
+def _in_blocks(call: AttentionCall, offset: int, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:
     """By the kernels, in one call or two."""
-    block, tokens, keys = parts.block, query.shape[2], key.shape[2]
+    block, tokens, keys = parts.block, call.query.shape[2], call.key.shape[2]
     first, before = divmod(offset, block)
     rows, columns = range(first, -(-(offset + tokens) // block)), -(-keys // block)
     if before:
-        query, options = pad(query, (0, 0, before, 0)), options.after_queries(before, query)
-    options = options.away(-first * block)
+        call = call.with_queries_in_front(before)
+    call = call.with_first_key(-first * block)
 
     past, ahead = range(min(first, columns)), range(first, min(rows.stop, columns))
 
-    def call(options: Options, columns: range, up_to_own: bool = False) -> tuple[Tensor, Tensor]:
+    def on(call: AttentionCall, columns: range, up_to_own: bool = False) -> tuple[Tensor, Tensor]:
         part = slice(columns.start * block, min(columns.stop * block, keys))
         index = parts.index(rows, columns, device, up_to_own)
-        given = options.of_keys(part)._asdict()
-        return attend(query, key[:, :, part], value[:, :, part], index, return_lse=True, **given)
+        return attend(call.of_keys(part), index.causal() if call.causal else index)
 
-    of_past = options._replace(causal=False)
-    if not options.causal:
-        output, lse = call(options, range(columns))
+    of_past = call._replace(causal=False)
+    if not call.causal:
+        output, lse = on(call, range(columns))
     elif len(past) == 0 or (len(ahead) and parts.is_empty(rows, past)):
-        output, lse = call(options, ahead)
+        output, lse = on(call, ahead)
     elif len(ahead) == 0:
-        output, lse = call(of_past, past)
-    elif options.adds_floats:
+        output, lse = on(of_past, past)
+    elif call.adds_floats:
         # lse of a row whose biases are all far below 0 does not tell of how many keys it is, so nothing can be merged.
-        output, lse = call(options.with_order_in_mask(query, first * block, keys), range(ahead.stop), up_to_own=True)
+        output, lse = on(call.with_causality_in_mask(first * block), range(ahead.stop), up_to_own=True)
     else:
-        output, lse = merged(call(of_past._replace(sinks=None), past), call(options, ahead))
+        output, lse = merged(on(of_past._replace(sinks=None), past), on(call, ahead))
     return output[:, :, before:], lse[:, :, before:]
 
 
@@ -319,53 +209,49 @@ def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
 
 
 def _gathered(
-    offsets: tuple[int, ...],
-    parts: Parts,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
-    device: torch.device,
+    call: AttentionCall, offsets: tuple[int, ...], parts: Parts, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """In plain PyTorch, on the keys and values that a block row of the queries sees."""
-    wide = wide_dtype(query.dtype)
-    listed = parts.keys_seen(offsets, query.shape[2], key.shape[2], options.causal, device)
+    query, keys, wide = call.query, call.key.shape[2], wide_dtype(call.query.dtype)
+    listed = parts.keys_seen(offsets, query.shape[2], keys, call.causal, device)
     token, seen = listed.token.to(query.device), listed.seen.to(query.device)  # which meta tensors are not on
     scores_bias = torch.zeros((), dtype=wide, device=query.device)
-    if options.key_padding_mask is not None:
-        of_keys = key_bias_of(options.key_padding_mask, wide, key.shape[2], True)
+    if call.key_padding_mask is not None:
+        of_keys = key_bias_of(call.key_padding_mask, wide, keys, True)
         of_keys = of_keys[:, None, None].expand(len(query), token.shape[1], 1, -1)
         of_keys = of_keys.gather(-1, token.unsqueeze(2).expand(len(of_keys), -1, -1, -1))
         seen, scores_bias = _with_bias(seen, scores_bias, of_keys)
-    for bias in (options.attn_mask, options.rpe):
+    for bias in (call.attn_mask, call.rpe):
         if bias is not None:
-            of_pairs = matrices(bias, query.dtype, key.shape[2])
+            of_pairs = matrices(bias, query.dtype, keys)
             shape = (*torch.broadcast_shapes(of_pairs.shape[:2], token.shape[:2]), of_pairs.shape[2])
             of_pairs = of_pairs.expand(*shape, -1).gather(-1, token.unsqueeze(2).expand(*shape, -1))
             seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
-    if options.distance_bias is not None:
-        of_pairs = _by_distance(options.distance_bias, offsets, query.shape[2], token, wide)
+    if call.distance_bias is not None:
+        of_pairs = _by_distance(call.distance_bias, offsets, query.shape[2], token, wide)
         seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
     # Gradients of heads that share a key are added up before they are rounded.
-    key, value = (_of_tokens(x.to(wide) if x.requires_grad else x, token, query.shape[1]) for x in (key, value))
-    masks = (options.key_padding_mask, options.attn_mask, options.rpe, options.distance_bias)
-    all_seen = query.shape[2] == 1 and listed.all_read and all(x is None for x in masks)
-    return _plainly(query, key, value, seen, scores_bias, options, all_seen)
+    key, value = (
+        _of_tokens(x.to(wide) if x.requires_grad else x, token, query.shape[1]) for x in (call.key, call.value)
+    )
+    all_seen = query.shape[2] == 1 and listed.all_read and all(x is None for x in call.biases)
+    return _plainly(call, key, value, seen, scores_bias, all_seen)
 
 
 def _plainly(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, bias: Tensor, options: Options, all_seen: bool
+    call: AttentionCall, key: Tensor, value: Tensor, seen: Tensor, bias: Tensor, all_seen: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of few queries (B, H, T, D), in fp32 or wider.
+    """Output and lse of few queries (B, H, T, D), in fp32 or wider; masks and biases of the call are not read.
 
     Args:
-        key, value: (B, Hkv, M, D).
+        key, value: (B, Hkv, M, D), in the place of the call's.
         seen: bool, which broadcasts to (B, H, T, M); bias: the sum of what is added to the scores, alike.
         all_seen: whether it is known that all is seen; else what is not may be NaN.
     """
+    query = call.query
     tokens, wide = query.shape[2], wide_dtype(query.dtype)
     key, value = key.to(wide), value.to(wide)
-    scaled = query.to(wide) * options.scale
+    scaled = query.to(wide) * call.scale
 
     def grouped(x: Tensor) -> Tensor:
         """By heads of keys, (B, Hkv, H / Hkv * T, ...)."""
@@ -376,8 +262,8 @@ def _plainly(
 
     of_groups = None if all_seen else grouped(seen.expand(*query.shape[:3], -1))
     scores = by_heads(_Product.apply(grouped(scaled), key.mT, of_groups, None)) + (raised(bias) if bias.dim() else bias)
-    probs, lse = _softmax(scores.masked_fill(~seen, float("-inf")), seen, options.sinks)
-    probs = dropout(probs, options.dropout_p) if options.dropout_p else probs
+    probs, lse = _softmax(scores.masked_fill(~seen, float("-inf")), seen, call.sinks)
+    probs = dropout(probs, call.dropout_p) if call.dropout_p else probs
     output = by_heads(_Product.apply(grouped(probs), value, None, of_groups))
     return output.to(query.dtype), lse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Literal, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -232,15 +232,7 @@ def sparse_attn(
         >>> torch.equal(output[[0, 2]], value[[0, 2]])
         True
     """
-    if is_packed(q, k, v, cu_seqlens, document_layout):
-        return packed_documents(
-            sparse_attn, q, k, v, values, offsets, cu_seqlens, document_layout, scale=scale, return_lse=return_lse
-        )
-    check_inputs(q=q, k=k, v=v)
-    q, k, v = under_autocast(q, k, v)
-    check_operands(q, k, v)
-    index = token_index(values, offsets, q, k)
-    scale = factor_of(scale, q.shape[-1])
+    q, k, v, index, scale, as_given = pairs_call(q, k, v, values, offsets, scale, cu_seqlens, document_layout)
     _check_native("token_attention_forward", q, v)
     q_in_4d, k_in_4d, v_in_4d = (as_4d(x) for x in (q, k, v))
     chosen = choose("sparse_attn", call_on_pairs(index, q, v))
@@ -251,46 +243,76 @@ def sparse_attn(
     if q.dim() != 4:
         lead = q.shape[:-2]
         output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
-    return (output, lse) if return_lse else output
+    return (as_given(output), as_given(lse)) if return_lse else as_given(output)
 
 
-def packed_documents(
-    attend: Callable[..., Any],
+class PairsCall(NamedTuple):
+    """A checked call of attention over token pairs: operands (..., H, tokens, D), and how results go back to the form
+    in which packed operands were given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pairs: TokenIndex
+    scale: float
+    as_given: Callable[[Tensor], Tensor]
+
+
+def pairs_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     values: Lists,
     offsets: Tensor | Sequence | None,
+    scale: float | None,
     cu_seqlens: Tensor | None,
     document_layout: str,
-    **options: object,
-) -> Any:
-    """What `attend`, which is `sparse_attn` or a step to it, gives for packed documents, in the form of the operands.
+    casts: bool = True,
+) -> PairsCall:
+    """Checks a call as `sparse_attn` takes it, and finds its index.
+
+    Args:
+        casts: whether autocast casts the operands, where it is on.
 
     Raises:
         TypeError, ValueError: what does not fit, in a sentence.
         RuntimeError: under torch.compile, and where pairs would have to be found in the capture of a CUDA graph.
     """
-    check_document_layout(document_layout)
-    q, k, v, cu_seqlens, as_given = packed_operands(q, k, v, cu_seqlens, NAMES)
-    assert cu_seqlens is not None, "or the operands would not be packed"
-    check_row(q, k, v, NAMES)
+    as_given: Callable[[Tensor], Tensor] = _unchanged
+    if is_packed(q, k, v, cu_seqlens, document_layout):
+        check_document_layout(document_layout)
+        q, k, v, cu_seqlens, as_given = packed_operands(q, k, v, cu_seqlens, NAMES)
+        assert cu_seqlens is not None, "or the operands would not be packed"
+        check_row(q, k, v, NAMES)
+        values = packed_pairs_of(_index_of_one(values, offsets, q, k, document_layout), cu_seqlens, document_layout)
+        offsets = None
+        check_tokens(values.queries, q)
+    check_inputs(q=q, k=k, v=v)
+    if casts:
+        q, k, v = under_autocast(q, k, v)
+    check_operands(q, k, v)
+    return PairsCall(q, k, v, token_index(values, offsets, q, k), factor_of(scale, q.shape[-1]), as_given)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _index_of_one(
+    values: Lists, offsets: Tensor | Sequence | None, q: Tensor, k: Tensor, document_layout: str
+) -> TokenIndex:
+    """The pairs of one document, or of the row."""
     if isinstance(values, TokenIndex):
         _refuse_offsets(offsets)
-        index = values if q.is_meta else values.to(q.device)
-    elif document_layout == "row":
-        index = token_index(values, offsets, q, k)
-    else:
-        lists_of("values", values, 1)
-        raise ValueError(
-            "values are the pairs of one document, and do not say for how many tokens they are; give a TokenIndex, "
-            "such as TokenIndex.from_csr(values, offsets, tokens, tokens), or document_layout='row' if they are the "
-            "row's."
-        )
-    index = packed_pairs_of(index, cu_seqlens, document_layout)
-    check_tokens(index.queries, q)
-    results = attend(q, k, v, index, **options)
-    return tuple(map(as_given, results)) if isinstance(results, tuple) else as_given(results)
+        return values if q.is_meta else values.to(q.device)
+    if document_layout == "row":
+        return token_index(values, offsets, q, k)
+    lists_of("values", values, 1)
+    raise ValueError(
+        "values are the pairs of one document, and do not say for how many tokens they are; give a TokenIndex, "
+        "such as TokenIndex.from_csr(values, offsets, tokens, tokens), or document_layout='row' if they are the "
+        "row's."
+    )
 
 
 def token_index(values: Lists, offsets: Tensor | Sequence | None, q: Tensor, k: Tensor) -> TokenIndex:

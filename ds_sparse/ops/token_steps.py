@@ -19,7 +19,7 @@ from ._autograd import first_derivatives_only
 from ._library import check_inputs, under_autocast
 from .operands import broadcasts, factor_of, of_flash, raised
 from .packed_operands import check_row, is_packed, packed_operands
-from .token import NAMES, Lists, as_4d, check_operands, packed_documents, token_index
+from .token import NAMES, Lists, PairsCall, as_4d, check_operands, pairs_call
 
 
 def masked_attention(
@@ -133,17 +133,14 @@ def gather_attention(
         >>> output = ds_sparse.gather_attention(query, key, value, *lists)
         >>> torch.testing.assert_close(output, ds_sparse.sparse_attn(query, key, value, *lists))
     """
-    if is_packed(q, k, v, cu_seqlens, document_layout):
-        return packed_documents(gather_attention, q, k, v, values, offsets, cu_seqlens, document_layout, scale=scale)
-    check_inputs(q=q, k=k, v=v)
-    q, k, v = under_autocast(q, k, v)
-    index, scale, lead = _start(q, k, v, values, offsets, scale)
+    call = pairs_call(q, k, v, values, offsets, scale, cu_seqlens, document_layout)
+    q, k, v, index, scale, _ = call
     if q.is_meta:
-        return _nothing(q, k, v, lead)
+        return _nothing(call)
     rows, columns = index.places
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
     scores = (queries.index_select(1, rows) * keys.index_select(1, columns)).sum(-1) * scale
-    return _finish(index, *weighted_sums(index, scores, weighted), q, lead)
+    return _finish(call, *weighted_sums(index, scores, weighted))
 
 
 def weighted_sums(index: TokenIndex, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,16 +194,13 @@ def jagged_attention(
         >>> output = ds_sparse.jagged_attention(query, key, value, *lists)
         >>> torch.testing.assert_close(output, ds_sparse.sparse_attn(query, key, value, *lists))
     """
-    if is_packed(q, k, v, cu_seqlens, document_layout):
-        return packed_documents(jagged_attention, q, k, v, values, offsets, cu_seqlens, document_layout, scale=scale)
-    check_inputs(q=q, k=k, v=v)
     _refuse_transforms("jagged_attention", "nested")
-    q, k, v = under_autocast(q, k, v)
-    index, scale, lead = _start(q, k, v, values, offsets, scale)
+    call = pairs_call(q, k, v, values, offsets, scale, cu_seqlens, document_layout)
+    q, k, v, index, scale, _ = call
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, pad(v, (0, 1), value=1.0)))
     repeats, lines = queries.shape[:2]
     if repeats * index.num_pairs == 0 or q.is_meta:
-        return _nothing(q, k, v, lead)
+        return _nothing(call)
     rows, columns = index.places
     starts = index.row_offsets[:-1].long() + index.num_pairs * torch.arange(repeats, device=q.device)[:, None]
     ends = pad(starts.flatten(), (0, 1), value=repeats * index.num_pairs)
@@ -220,7 +214,7 @@ def jagged_attention(
     exps = (scores - largest.repeat_interleave(ends.diff())).exp().unsqueeze(-1)
     terms = jagged(weighted.to(wide), columns) * torch.nested.nested_tensor_from_jagged(exps, ends)
     sums = torch.segment_reduce(terms.values(), "sum", offsets=ends, axis=0).view(repeats, lines, -1)
-    return first_derivatives_only("jagged_attention", _finish(index, sums[..., :-1], sums[..., -1], q, lead))
+    return first_derivatives_only("jagged_attention", _finish(call, sums[..., :-1], sums[..., -1]))
 
 
 def torch_sparse_attention(
@@ -259,23 +253,19 @@ def torch_sparse_attention(
         >>> output = ds_sparse.torch_sparse_attention(query, key, value, *lists)
         >>> torch.testing.assert_close(output, ds_sparse.sparse_attn(query, key, value, *lists))
     """
-    if is_packed(q, k, v, cu_seqlens, document_layout):
-        return packed_documents(
-            torch_sparse_attention, q, k, v, values, offsets, cu_seqlens, document_layout, scale=scale
-        )
-    check_inputs(q=q, k=k, v=v)
     _refuse_transforms("torch_sparse_attention", "sparse CSR")
-    index, scale, lead = _start(q, k, v, values, offsets, scale)
+    call = pairs_call(q, k, v, values, offsets, scale, cu_seqlens, document_layout, casts=False)
+    q, k, v, index, scale, as_given = call
     if q.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"Tensors are {q.dtype}, and torch.sparse takes float32 and float64; convert them.")
     index.refuse_repeated("a sparse CSR tensor")
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
     if queries.shape[0] * index.num_pairs == 0 or q.is_meta:
-        return _nothing(q, k, v, lead)
+        return _nothing(call)
     with torch.autocast(q.device.type, enabled=False):
         outputs = [_torch_sparse(*parts, index, scale) for parts in zip(queries, keys, weighted, strict=True)]
-    output = index.unfold(torch.stack(outputs), *as_4d(q).shape[:2]).reshape(*lead, q.shape[-2], v.shape[-1])
-    return first_derivatives_only("torch_sparse_attention", output)
+    output = index.unfold(torch.stack(outputs), *as_4d(q).shape[:2]).reshape(*q.shape[:-1], v.shape[-1])
+    return as_given(first_derivatives_only("torch_sparse_attention", output))
 
 
 def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float) -> Tensor:
@@ -292,14 +282,6 @@ def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: flo
     return csr(exps / totals[rows]) @ v
 
 
-def _start(
-    q: Tensor, k: Tensor, v: Tensor, values: Lists, offsets: Tensor | Sequence | None, scale: float | None
-) -> tuple[TokenIndex, float, torch.Size]:
-    check_operands(q, k, v)
-    index = token_index(values, offsets, q, k)
-    return index, factor_of(scale, q.shape[-1]), q.shape[:-2]
-
-
 def _refuse_transforms(operation: str, kind: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
@@ -308,13 +290,14 @@ def _refuse_transforms(operation: str, kind: str) -> None:
         )
 
 
-def _finish(index: TokenIndex, sums: Tensor, totals: Tensor, q: Tensor, lead: torch.Size) -> Tensor:
+def _finish(call: PairsCall, sums: Tensor, totals: Tensor) -> Tensor:
     """Sums of weighted values over those of the weights, as the caller wants them."""
     output = sums / totals.masked_fill(totals == 0, 1).unsqueeze(-1)
-    output = index.unfold(output, *as_4d(q).shape[:2]).to(q.dtype)
-    return output.reshape(*lead, *output.shape[2:])
+    output = call.pairs.unfold(output, *as_4d(call.q).shape[:2]).to(call.q.dtype)
+    return call.as_given(output.reshape(*call.q.shape[:-2], *output.shape[2:]))
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor, lead: torch.Size) -> Tensor:
+def _nothing(call: PairsCall) -> Tensor:
     """Zeros, where no query sees a key, or tensors have no values. Sums of nothing keep what was given in the graph."""
-    return q.new_zeros(*lead, q.shape[-2], v.shape[-1]) + sum(x.flatten()[:0].sum() for x in (q, k, v))
+    q, k, v, *_ = call
+    return call.as_given(q.new_zeros(*q.shape[:-1], v.shape[-1]) + sum(x.flatten()[:0].sum() for x in (q, k, v)))

@@ -12,21 +12,12 @@ from ..index.lookup import index_of_window
 from ..index.window_sizes import Numbers, WindowNumbers, global_numbers, of_heads
 from ..wording import listed
 from ._autograd import Function, differentiable_once
-from ._library import check_inputs, require_kernel, under_autocast
-from .operands import (
-    broadcasts,
-    check_attention_operands,
-    check_bias,
-    distinct_when_traced,
-    factor_of,
-    key_bias_of,
-    of_flash,
-    readable,
-    wide_dtype,
-)
+from .attention_function import results_of_nothing
+from .call import AttentionCall
+from .operands import broadcasts, distinct_when_traced, key_bias_of, of_flash, readable, wide_dtype
 from .packed_operands import check_row, is_row, known_twice, packed_operands
-from .query_offset import Options, check_window_offset, window_at
-from .sinks import check_sinks, grad_of_sinks, with_sinks
+from .query_offset import check_window_offset, window_at
+from .sinks import grad_of_sinks, with_sinks
 from .window_operators import order_of, window_attention_backward, window_attention_forward
 
 
@@ -94,45 +85,44 @@ def window_attention(
         >>> ds_sparse.window_attention(query, key, value, index).shape
         torch.Size([2, 4, 100, 16])
     """
+    row = None
     if is_row(query, key, value, cu_seqlens is not None or isinstance(window_size, WindowIndex)):
         row = packed_operands(query, key, value, cu_seqlens)
         if isinstance(window_size, WindowIndex) and row.cu_seqlens is not cu_seqlens:
             raise ValueError(known_twice("A WindowIndex"))
         check_row(*row[:3])
-        return row.as_given(
-            window_attention(
-                *row[:3], window_size, causal, key_padding_mask, global_tokens, dilation, scale=scale,
-                cu_seqlens=row.cu_seqlens, sinks=sinks, query_offset=query_offset,
+        query, key, value, cu_seqlens, _ = row
+    call = AttentionCall.checked(
+        query, key, value, scale, causal, key_padding_mask, None, None, None, sinks, 0.0, "window_attention_forward"
+    )
+    tokens, keys = call.query.shape[2], call.key.shape[2]
+    if query_offset is None:
+        if keys != tokens:
+            raise ValueError(
+                f"query has {tokens} tokens and key {keys}; in a window they are the same tokens. Give query_offset "
+                "where the queries are a part of them."
             )
-        )  # fmt: skip
-    check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
-    query, key, value = under_autocast(query, key, value)
-    check_attention_operands(query, key, value)
-    batch, heads, tokens, head_dim = query.shape
-    keys = key.shape[2]
-    if query_offset is not None:
+        output = attend_in_window(call, _index(window_size, causal, global_tokens, dilation, cu_seqlens, call.query))
+    else:
         query_offset = check_window_offset(query_offset, tokens, keys)
-    elif keys != tokens:
-        raise ValueError(
-            f"query has {tokens} tokens and key {keys}; in a window they are the same tokens. Give query_offset where "
-            "the queries are a part of them."
-        )
-    scale = factor_of(scale, head_dim)
-    check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
-    check_sinks(sinks, query)
-    require_kernel("window_attention_forward", query.device)
-    if query_offset is not None and query.numel():
-        windows = _plain_windows(window_size, global_tokens, dilation, cu_seqlens, heads)
-        options = Options(scale, causal, key_padding_mask, None, None, None, sinks, 0.0)
-        return window_at(window_attention, query_offset, windows, query, key, value, options)
-    index = _index(window_size, causal, global_tokens, dilation, cu_seqlens, query)
-    if query.numel() == 0:
-        # No batch or no heads. Sums of nothing keep what was given in the graph.
-        return query + key.sum() + value.sum() + (0 if sinks is None else sinks.sum())
+        windows = _plain_windows(window_size, global_tokens, dilation, cu_seqlens, call.query.shape[1])
 
+        def in_windows(call: AttentionCall) -> torch.Tensor:
+            return attend_in_window(call, _index(windows, call.causal, None, 1, None, call.query))
+
+        output = window_at(in_windows, call, query_offset, windows)
+    return output if row is None else row.as_given(output)
+
+
+def attend_in_window(call: AttentionCall, index: WindowIndex | WindowNumbers) -> torch.Tensor:
+    """Output of a checked call in the windows of an index that fits it."""
+    query, key, value = call.query, call.key, call.value
+    if query.numel() == 0:
+        return results_of_nothing(call)[0]
+    _, heads, tokens, head_dim = query.shape
     key_bias = None
-    if key_padding_mask is not None:
-        key_bias = key_bias_of(key_padding_mask, wide_dtype(query.dtype), tokens, query.is_cuda)[:, None]
+    if call.key_padding_mask is not None:
+        key_bias = key_bias_of(call.key_padding_mask, wide_dtype(query.dtype), tokens, query.is_cuda)[:, None]
     order, inverse = order_of(index, tokens, query.device)
     if order is not None:
         if len(order) > 1 and key.shape[1] < heads:
@@ -142,8 +132,8 @@ def window_attention(
             key_bias = _ordered(key_bias.expand(-1, len(order), -1).unsqueeze(3), order).squeeze(3)
     query, key, value = distinct_when_traced(query, key, value)
     output, _ = _WindowAttention.apply(
-        readable(query), readable(key), readable(value), sinks,
-        None if key_bias is None else key_bias.unsqueeze(2), index, scale,
+        readable(query), readable(key), readable(value), call.sinks,
+        None if key_bias is None else key_bias.unsqueeze(2), index, call.scale,
     )  # fmt: skip
     output = output[..., :head_dim] if head_dim % 8 else output
     return output if order is None else _Ordered.apply(output, inverse, order)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ds_sparse import BlockIndex, MatMul, PackedIndex, Softmax, block_sparse_attention
-from ds_sparse.ops.attention import dropout_seed
+from ds_sparse.ops.operands import dropout_seed
 from ds_sparse.reference import dropout_keep
 
 from . import reference
@@ -118,11 +118,7 @@ def attention(draw: Draw, skew: float, at_offset: bool = False) -> Case:
         torch.manual_seed(random_seed)
         seed, offset = dropout_seed(torch.device(draw.device)).tolist()
         share = round(dropout_p * 32768) / 32768
-        if "distance_bias" not in tensors:
-            return dropout_keep(seed, offset, *full, dropout_p).double() / (1 - share)
-        # Queries come in the opposite order, behind what fills their last block.
-        kept_of_blocks = dropout_keep(seed, offset, batch, heads, rows * block, keys, dropout_p).flip(2)
-        return kept_of_blocks[:, :, :tokens].double() / (1 - share)
+        return dropout_keep(seed, offset, *full, dropout_p).double() / (1 - share)
 
     seen = torch.stack([seen_tokens(layout, block, tokens, keys, at) for at in offsets])
     seen = seen & torch.stack([reference.before(tokens, keys, at)[None] for at in offsets]) if causal else seen

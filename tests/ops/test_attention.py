@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_sparse
 from ds_sparse import block_sparse_attention, reference
 from ds_sparse.index import BlockIndex
-from ds_sparse.ops.attention import dropout_seed
+from ds_sparse.ops.operands import dropout_seed
 
 OPERATORS = ("block_attention_forward", "block_attention_backward", "block_attention_bias_backward")
 

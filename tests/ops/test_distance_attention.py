@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from ops_parameters import BACKENDS
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import ds_sparse
 from ds_sparse import BlockIndex, block_sparse_attention, reference
+from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.layout import to_token_mask
-from ds_sparse.ops import distance_gradient, distance_operators
-from ds_sparse.ops.distance_attention import as_matrix
+from ds_sparse.ops import distance_gradient
+from ds_sparse.ops.attention_operators import attention_forward
 
 OPERATORS = ("block_attention_forward", "block_attention_backward", "matmul_sdd")
 BLOCK, TOKENS, HEADS = 16, 41, 2
@@ -118,17 +121,16 @@ def test_gradcheck(device: str):
 
 
 def test_dropout_is_drawn_and_replayed_for_the_bias_too(device: str):
-    """Kernels see the queries in the opposite order, and so do the random numbers."""
     dtype = torch.float64 if device == "cpu" else torch.float32
     inputs, layout = operands(device, dtype, key_heads=HEADS), LAYOUT.to(device)
     torch.manual_seed(3)
     output = attend(*inputs, dropout_p=0.3)
     torch.manual_seed(3)
     seed = tuple(torch.randint(2**62, (2,), device=device).tolist())
-    keep = reference.dropout_keep(*seed, 2, HEADS, 48, TOKENS, 0.3).flip(2)[:, :, :TOKENS].to(device)
+    keep = reference.dropout_keep(*seed, 2, HEADS, TOKENS, TOKENS, 0.3).to(device)
     live = to_token_mask(layout, BLOCK)[:, :TOKENS, :TOKENS]
     query, key, value, bias = inputs
-    scores = query @ key.mT * 8**-0.5 + as_matrix(bias, TOKENS, TOKENS)
+    scores = query @ key.mT * 8**-0.5 + reference.bias_of_pairs(bias, TOKENS, TOKENS)
     probs = torch.softmax(scores.masked_fill(~live, -math.inf), -1).nan_to_num(0)
     expected = (probs * keep * (32768 / (32768 - int(0.3 * 32768 + 0.5)))) @ value
     torch.testing.assert_close(output, expected)
@@ -213,15 +215,14 @@ def test_memory_is_linear_in_tokens(monkeypatch):
     index = BlockIndex.build(layout, 64)
     query, key, value = (torch.randn(1, 2, tokens, 8, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, 2 * tokens - 1, requires_grad=True)
-    index.reversed()
     seen = Largest()
-    of_parts = distance_operators.gradient_of_distances
 
     def watched(*call):
         with seen:
-            return of_parts(*call)
+            return distance_gradient.distance_bias_gradient(*call[:-5], distance_gradient.Blocks(*call[-5:]))
 
-    monkeypatch.setattr(distance_operators, "gradient_of_distances", watched)
+    ops = SimpleNamespace(distance_bias_backward=watched, matmul_sdd=torch.ops.ds_sparse.matmul_sdd)
+    monkeypatch.setattr(distance_gradient, "ops", ops)
     with seen:
         block_sparse_attention(query, key, value, index, distance_bias=bias).sum().backward()
     assert bias.grad.abs().sum() > 0
@@ -242,7 +243,7 @@ def test_under_vmap_each_sample_has_its_own_bias():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiles_into_one_graph_with_an_index_that_has_its_rows_reversed(backend: str):
+def test_compiles_into_one_graph_with_an_index_whose_rows_were_counted(backend: str):
     torch._dynamo.reset()
     inputs, index = operands("cpu"), BlockIndex.build(LAYOUT, BLOCK)
 
@@ -250,9 +251,9 @@ def test_compiles_into_one_graph_with_an_index_that_has_its_rows_reversed(backen
         return block_sparse_attention(query * 2, key, value, index, distance_bias=bias) * 2
 
     compiled = torch.compile(run, fullgraph=True, backend=backend)
-    with pytest.raises(Exception, match=r"call index.reversed\(\) once before"):
+    with pytest.raises(Exception, match="read index.row_lengths once before"):
         compiled(*inputs)
-    index.reversed()
+    assert sum(index.row_lengths) == index.live_blocks
     torch._dynamo.reset()
     results, expected = compiled(*inputs), run(*inputs)
     torch.testing.assert_close(results, expected)
@@ -284,3 +285,39 @@ def test_packed_documents_refuse_it():
     query, key, value, bias = (x[:1] for x in operands("cpu"))
     with pytest.raises(ValueError, match="distance_bias is given for packed documents"):
         attend(query, key, value, bias, cu_seqlens=torch.tensor([0, 20, TOKENS], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.0])
+@pytest.mark.parametrize("operator", ["distance_bias_backward", "layout_distance_bias_backward"])
+def test_opcheck_and_flops_of_the_gradient_of_distances(device: str, operator: str, dropout_p: float):
+    master = MasterLayout(torch.rand(2, 5, 5, generator=seeded()) < 0.5, BLOCK)
+    query, key, value, bias = (x.detach() for x in operands(device))
+    index, causal, seed = master.index(TOKENS, query.device, True), True, torch.tensor([5, 6], device=device)
+    mask = torch.rand(2, 1, 1, TOKENS, generator=seeded()).to(device) < 0.8
+    numbers = 0.25, causal, dropout_p
+    output, lse, rows = attention_forward(index, query, key, value, bias, None, mask, seed, *numbers)
+    call = output, lse.nan_to_num(0, 0, 0), query, key, value, output, rows, bias, None, mask, seed, *numbers
+    lists = index.row_offsets, index.row_columns, index.row_lengths, index.layout_heads, BLOCK
+    with FlopCounterMode(display=False) as counter:
+        distance_gradient.distance_bias_backward(index, *call)
+    assert counter.get_total_flops() == 4 * 8 * 2 * index.live_blocks * BLOCK**2
+    call = (*call, *((master.text,) if operator.startswith("layout") else lists))
+    torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, call)
+    if operator.startswith("layout"):
+        of_text, of_index = (distance_gradient.distance_bias_backward(x, *call[:-1]) for x in (master, index))
+        assert torch.equal(of_text, of_index)
+
+
+def test_programs_that_earlier_versions_exported_run(device: str):
+    """They hold queries in the opposite order, and distances that have causality."""
+    query, key, value, bias = (x.detach() for x in operands(device))
+    master, rows = MasterLayout(LAYOUT, BLOCK), 48
+    queries = torch.nn.functional.pad(query, (0, 0, 0, rows - TOKENS)).flip(2)
+    distances = bias[:, 50 - rows : 49 + TOKENS].clone()
+    distances[:, rows:] = -math.inf
+    mask = (torch.arange(TOKENS, device=device) < torch.arange(rows, device=device)[:, None] + 1)[None, None].flip(2)
+    call = queries, key, value, distances, None, mask, None, 8**-0.5, True, 0.0, master.text
+    torch.library.opcheck(torch.ops.ds_sparse.layout_distance_forward.default, call)
+    output, lse, _ = torch.ops.ds_sparse.layout_distance_forward(*call)
+    expected = attend(query, key, value, bias, causal=True, return_lse=True)
+    torch.testing.assert_close((output.flip(2)[:, :, :TOKENS], lse.flip(2)[:, :, :TOKENS]), expected)

@@ -16,7 +16,8 @@ import ds_sparse
 from ds_sparse import BlockIndex, block_sparse_attention, reference, window_attention
 from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.index.parts import parts_of
-from ds_sparse.ops.query_offset import FEW_QUERIES, Options, attention_at, parts_at
+from ds_sparse.ops import query_offset
+from ds_sparse.ops.query_offset import FEW_QUERIES
 
 OPERATORS = ("block_attention_forward", "window_attention_forward")
 
@@ -118,19 +119,19 @@ def test_many_causal_queries_with_floats_of_keys_and_of_distances(device: str):
         compare(device, live, live, 53, inputs, causal=True, block=16)
 
 
-def test_what_is_the_same_for_all_queries_stays_so_and_blocks_ahead_are_left_out():
+def test_what_is_the_same_for_all_queries_stays_so_and_blocks_ahead_are_left_out(monkeypatch):
     query, key, value = (torch.zeros(1, 2, n, 8) for n in (40, 96, 96))
-    options = Options(1.0, True, None, torch.zeros(1, 96), None, None, None, 0.0)
-    calls = []
+    attend, calls = query_offset.attend, []
 
-    def attend(query, key, value, index, **given):
-        calls.append((index, given))
-        return block_sparse_attention(query, key, value, index, **given)
+    def noted(call, index):
+        calls.append((call, index))
+        return attend(call, index)
 
-    offsets, parts = parts_at(53, torch.ones(2, 8, 8), 16, query, 96)
-    attention_at(attend, offsets, parts, query, key, value, options, torch.device("cpu"))
-    ((index, given),) = calls
-    assert given["rpe"].shape == (1, 96) and given["attn_mask"].dtype == torch.bool
+    monkeypatch.setattr(query_offset, "attend", noted)
+    options = {"attn_mask": torch.zeros(1, 96), "causal": True, "scale": 1.0}
+    block_sparse_attention(query, key, value, torch.ones(2, 8, 8), block=16, query_offset=53, **options)
+    ((call, index),) = calls
+    assert call.rpe.shape == (1, 96) and call.attn_mask.dtype == torch.bool
     first = 53 // 16
     assert torch.equal(index.layout()[0].bool(), torch.ones(3, 6, dtype=torch.bool).tril(first))
 

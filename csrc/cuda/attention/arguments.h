@@ -86,6 +86,11 @@ inline Bias bias_of(const std::optional<Tensor>& x, const Tensor& query) {
                     : x->scalar_type() == query.scalar_type() ? Bias::kSame
                                                               : Bias::kFloat;
   const auto stride = [&](int dim) { return x->size(dim) == 1 ? 0 : x->stride(dim); };
+  if (x->dim() == 2) {  // by distance: a step to the next key is one ahead, to the next query one back
+    const int64_t step = x->stride(1);
+    const char* middle = static_cast<const char*>(x->const_data_ptr()) + x->size(1) / 2 * step * x->element_size();
+    return {middle, kind, 0, stride(0), -step, step};
+  }
   return {x->const_data_ptr(), kind, stride(0), stride(1), stride(2), stride(3)};
 }
 

@@ -1,0 +1,158 @@
+"""One call of attention: its operands and options, validated in one place and handed on as one record."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ._autograd import differentiable_once_in
+from ._library import check_inputs, require_kernel, under_autocast
+from .operands import check_attention_operands, check_bias, check_dropout, factor_of, wide_dtype
+from .sinks import check_sinks
+
+
+class AttentionCall(NamedTuple):
+    """Operands and options as `block_sparse_attention` takes them; `checked` makes a call of what is valid."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: Any = None  # a number; 1 / sqrt(D) once it is checked, where it is None
+    causal: bool = False
+    key_padding_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    rpe: Tensor | None = None
+    distance_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+
+    @classmethod
+    def checked(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        causal: bool,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        rpe: Tensor | None,
+        distance_bias: Tensor | None,
+        sinks: Tensor | None,
+        dropout_p: float,
+        operator: str = "block_attention_forward",
+    ) -> AttentionCall:
+        """Validates a call but for its index, and casts operands where autocast is on.
+
+        Raises:
+            TypeError: operands that are no tensors; a scale that is no number.
+            ValueError: operands, masks, biases or numbers that do not fit together.
+            RuntimeError: a device without the operator.
+        """
+        check_inputs(query=query, key=key, value=value)
+        query, key, value = under_autocast(query, key, value)
+        check_attention_operands(query, key, value)
+        scale = factor_of(scale, query.shape[3])
+        check_dropout("dropout_p", dropout_p)
+        added = (key_padding_mask, attn_mask, rpe, distance_bias, sinks)
+        if any(x is not None for x in added):
+            check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask, sinks=sinks)
+            check_inputs(distance_bias=distance_bias)
+            keys = key.shape[2]
+            pairs = (*query.shape[:3], keys)
+            check_bias("rpe", rpe, query, pairs, (2, 3, 4))
+            check_bias("attn_mask", attn_mask, query, pairs, (2, 4))
+            check_bias("key_padding_mask", key_padding_mask, query, (query.shape[0], keys), (2,))
+            check_sinks(sinks, query)
+        require_kernel(operator, query.device)
+        return cls(query, key, value, scale, causal, *added, dropout_p)
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def biases(self) -> tuple[Tensor | None, ...]:
+        """All that is added to scores, or masks them."""
+        return self.key_padding_mask, self.attn_mask, self.rpe, self.distance_bias
+
+    @property
+    def adds_floats(self) -> bool:
+        return any(x is not None and x.dtype != torch.bool for x in self.biases)
+
+    def of_sequences(self, part: slice) -> AttentionCall:
+        """Restricts the call to some sequences of the batch."""
+
+        def of(x: Tensor | None, dims: int) -> Tensor | None:
+            return x if x is None or x.dim() < dims or len(x) == 1 else x[part]
+
+        return self._replace(
+            query=self.query[part], key=self.key[part], value=self.value[part],
+            key_padding_mask=of(self.key_padding_mask, 2), attn_mask=of(self.attn_mask, 4), rpe=of(self.rpe, 4),
+        )  # fmt: skip
+
+    def of_keys(self, part: slice) -> AttentionCall:
+        """Restricts keys, masks and biases to a range of keys."""
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[-1] == 1 else x[..., part]
+
+        return self._replace(
+            key=self.key[:, :, part], value=self.value[:, :, part], key_padding_mask=of(self.key_padding_mask),
+            attn_mask=of(self.attn_mask), rpe=of(self.rpe),
+        ).with_first_key(part.start)  # fmt: skip
+
+    def with_first_key(self, by: int) -> AttentionCall:
+        """Moves the middle of the bias by distance: the first key is by so much further from the first query."""
+        bias = self.distance_bias
+        return self if bias is None or by == 0 else self._replace(distance_bias=pad(bias, (-by, by)))
+
+    def with_queries_in_front(self, number: int) -> AttentionCall:
+        """Pads queries in front, which nobody uses: they see no key that others do not, as it may be NaN."""
+
+        def of(x: Tensor | None) -> Tensor | None:
+            if x is None or x.shape[-2] == 1:
+                return x
+            return pad(x, (0, 0, number, 0), value=False if x.dtype == torch.bool else float("-inf"))
+
+        query, mask = self.query, self.attn_mask
+        if self.distance_bias is not None and (mask is None or mask.shape[-2] == 1):
+            # Its -inf go by distance.
+            there = torch.ones(query.shape[2], 1, dtype=torch.bool, device=query.device)
+            mask = there if mask is None else mask.expand(*mask.shape[:-2], query.shape[2], -1)
+        return self._replace(query=pad(query, (0, 0, number, 0)), attn_mask=of(mask), rpe=of(self.rpe))
+
+    def with_causality_in_mask(self, offset: int) -> AttentionCall:
+        """Makes causality of queries from position `offset` on a part of attn_mask."""
+        query = self.query
+        positions = torch.arange(offset, offset + query.shape[2], device=query.device)
+        seen = torch.arange(self.key.shape[2], device=query.device) <= positions[:, None]
+        mask, rpe = self.attn_mask, self.rpe
+        if mask is not None and mask.dtype != torch.bool and rpe is None and self.distance_bias is None:
+            # rpe may be the same for all queries, and then it stays so; a mask that has the order, too, may not.
+            mask, rpe = None, mask
+        if mask is None or mask.dtype == torch.bool:
+            mask = seen if mask is None else mask & seen
+        else:
+            mask = mask.masked_fill(~seen, float("-inf"))
+        return self._replace(causal=False, attn_mask=mask, rpe=rpe)
+
+    def with_wide_gradients(self) -> AttentionCall:
+        """Makes gradients of biases and sinks, of several calls and sequences, add up in fp32 or wider."""
+        if not any(x is not None and x.requires_grad for x in (self.rpe, self.distance_bias, self.sinks)):
+            return self
+        wide = wide_dtype(self.query.dtype)
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return x if x is None or not x.requires_grad else x.to(torch.promote_types(x.dtype, wide))
+
+        return self._replace(rpe=of(self.rpe), distance_bias=of(self.distance_bias), sinks=of(self.sinks))
+
+    def differentiable_once(self, operation: str) -> AttentionCall:
+        """Ends derivatives of an operation made of PyTorch's own where those of kernels end."""
+        given = self.query, self.key, self.value, self.rpe, self.distance_bias, self.sinks
+        query, key, value, rpe, bias, sinks = differentiable_once_in(operation, *given)
+        return self._replace(query=query, key=key, value=value, rpe=rpe, distance_bias=bias, sinks=sinks)
