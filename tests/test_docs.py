@@ -75,7 +75,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     shutil.copy(ROOT / "mkdocs.yml", folder)
     shutil.copytree(ROOT / "docs", folder / "docs")  # Zensical does not follow a link to it
-    for name in ("website", "ds_sparse", "CHANGELOG.md", "SECURITY.md"):
+    for name in ("website", "benchmarks", "ds_sparse", "CHANGELOG.md", "SECURITY.md"):
         (folder / name).symlink_to(ROOT / name)
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     built = subprocess.run(

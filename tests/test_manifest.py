@@ -54,7 +54,9 @@ def tracked(folder: str) -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("folder", ["csrc", "ds_sparse", "launcher", "examples", "configs", "tests", "docs", "website"])
+@pytest.mark.parametrize(
+    "folder", ["benchmarks", "csrc", "ds_sparse", "launcher", "examples", "configs", "tests", "docs", "website"]
+)
 def test_the_source_distribution_has_every_file_of(folder: str, packed: set[str]):
     files = set(tracked(folder))
     assert files
@@ -68,4 +70,5 @@ def test_the_source_distribution_has_what_a_build_reads_and_nothing_built(packed
 
 def test_a_wheel_has_every_file_of_the_package_and_its_marker_of_types(installed: set[str]):
     assert "ds_sparse/py.typed" in installed
+    assert not [name for name in installed if name.startswith("benchmarks")]
     assert set(tracked("ds_sparse")) | {f"ds_sparse/{name}" for name in tracked("launcher")} <= installed

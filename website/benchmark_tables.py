@@ -1,4 +1,4 @@
-"""Makes what pages show of ds_sparse/bench/results/*.json: .venv/bin/python website/benchmark_tables.py
+"""Makes what pages show of benchmarks/results/*.json: .venv/bin/python website/benchmark_tables.py
 
 It writes the tables of README.md, docs/benchmarks.md and docs/sequence-parallel.md, between the comments
 `<!-- table: RUN[,RUN...] [TABLE] -->` and `<!-- end -->`; beside each RUN.json the text that `ds_sparse bench show`
@@ -12,16 +12,19 @@ import json
 import re
 from pathlib import Path
 
+from benchmarks.program import register
 from ds_sparse.bench import markdown
 from ds_sparse.bench.show import load, show_run
 
+register()
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "ds_sparse" / "bench" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = "training-h200"
 """The summary of `training_table.py`; all others are runs of `ds_sparse bench`."""
 
 PAGES = {
-    "README.md": "ds_sparse/bench/results/{}.txt",
+    "README.md": "benchmarks/results/{}.txt",
     "docs/benchmarks.md": "benchmark-runs.md#{}",
     "docs/sequence-parallel.md": "benchmark-runs.md#{}",
 }
@@ -94,9 +97,7 @@ def with_tables(page: str, link: str) -> str:
 
 def with_runs(page: str) -> str:
     """The page of all runs, a section each."""
-    sections = "".join(
-        f'## {name}\n\n```text\n--8<-- "ds_sparse/bench/results/{name}.txt"\n```\n\n' for name in names()
-    )
+    sections = "".join(f'## {name}\n\n```text\n--8<-- "benchmarks/results/{name}.txt"\n```\n\n' for name in names())
     return re.sub(r"<!-- runs -->\n.*<!-- end -->", f"<!-- runs -->\n\n{sections}<!-- end -->", page, flags=re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Makes the pictures and figures of docs/what-it-gives-you.md of ds_sparse/bench/results/*.json:
+"""Makes the pictures and figures of docs/what-it-gives-you.md of benchmarks/results/*.json:
 
     .venv/bin/python website/gains.py
 
@@ -19,10 +19,11 @@ import matplotlib
 from benchmark_tables import RESULTS, ROOT, TRAINING
 from matplotlib.figure import Figure
 
-from ds_sparse.bench import bert_results, markdown, modernbert_results
+from benchmarks.models import bert_results, modernbert_results
+from benchmarks.train import results as train_results
+from ds_sparse.bench import markdown
 from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, FLOOR, LONGFORMER_MODEL, NO_ATTENTION, STRUCTURES_IN_BERT
 from ds_sparse.bench.show import load
-from ds_sparse.bench.train import results as train_results
 
 PAGE = ROOT / "docs" / "what-it-gives-you.md"
 PICTURES = ROOT / "docs" / "pictures"

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.models.sequence_results import Case
 from ds_sparse.bench.markdown import Table
-from ds_sparse.bench.sequence_results import Case
 from ds_sparse.plan.advice import advise, largest_batch
 from ds_sparse.plan.committed import MEMORY_GIB, committed_rates
 from ds_sparse.plan.communication import NODE

@@ -1,4 +1,4 @@
-"""Takes the rates of an H200 from ds_sparse/bench/results, and compares plans with measured steps:
+"""Takes the rates of an H200 from benchmarks/results, and compares plans with measured steps:
 
     .venv/bin/python website/plan_table.py
 
@@ -60,7 +60,7 @@ def sources(results: Results) -> str:
     lists = [", ".join(f"`{name}`" for name in names) for names in (ATTENTION, BERT, (TRAINING,), SEQUENCE)]
     commits = sorted({source.partition("commit ")[2] for source in named.values()})
     return (
-        f"{results.machine}, results in `ds_sparse/bench/results`, commits {'; '.join(commits)}. Attention's rates: "
+        f"{results.machine}, results in `benchmarks/results`, commits {'; '.join(commits)}. Attention's rates: "
         f"{lists[0]}. The model's, and measured steps: {lists[1]}. Training: {lists[2]}. Several GPUs: "
         f"{lists[3]}."
     )

@@ -3,7 +3,7 @@
     .venv/bin/python website/training_table.py --machine "NVIDIA H200" --commit COMMIT --date DAY FOLDER...
 
 FOLDER is what the program prints as its run's: it has `manifest.json`, and in `sparse` or `dense` a metrics.jsonl and a
-checkpoint's state.json. The summary is ds_sparse/bench/results/training-h200.json, of which `benchmark_tables.py` makes
+checkpoint's state.json. The summary is benchmarks/results/training-h200.json, of which `benchmark_tables.py` makes
 a table.
 """
 
@@ -17,7 +17,7 @@ import ds_sparse
 from ds_sparse.layout import density
 
 ROOT = Path(__file__).resolve().parent.parent
-SUMMARY = ROOT / "ds_sparse" / "bench" / "results" / "training-h200.json"
+SUMMARY = ROOT / "benchmarks" / "results" / "training-h200.json"
 PICTURE = ROOT / "docs" / "pictures" / "bert_base_8192.png"
 
 FIRST_STEPS = 10

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .commands import MODULES
 from .runs import without_json
 
 
@@ -33,7 +34,7 @@ def parse(
     """The options of an operation; with it as `operation`, its module of results as `results`, and as `arguments` those
     that say what is measured."""
     module = module_of(operation)
-    parser = parser_type(prog=f"ds_sparse bench {operation}")
+    parser = parser_type(prog=program_of(operation))
     module.add(parser)
     parser.set_defaults(operation=operation, results=module.RESULTS, arguments=without_json(arguments))
     return parser.parse_args(arguments)
@@ -41,7 +42,11 @@ def parse(
 
 def module_of(operation: str) -> Any:
     """One of `OPERATIONS` in `commands`."""
-    return import_module(f".commands.{operation}", __package__)
+    return import_module(MODULES.get(operation, f"{__package__}.commands.{operation}"))
+
+
+def program_of(operation: str) -> str:
+    return f"{'python -m benchmarks' if operation in MODULES else 'ds_sparse bench'} {operation}"
 
 
 def unwritable(path: str) -> str:

@@ -258,24 +258,6 @@ def tiles_of(
     return torch.cat(some)[None], torch.cat(full)[None]
 
 
-def flash_attention_4(problem: Problem) -> Peer:
-    """`flash-attn-4` on packed documents: with its own windows, or every document dense."""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    case = problem.case
-    window = (case.size, 0 if case.causal else case.size) if case.is_window else (None, None)
-
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output: Any = flash_attn_varlen_func(
-            *(x[0].transpose(0, 1) for x in (query, key, value)), cu_seqlens_q=problem.cu_seqlens,
-            cu_seqlens_k=problem.cu_seqlens, max_seqlen_q=problem.longest, max_seqlen_k=problem.longest,
-            causal=case.causal and not case.is_window, window_size=window,
-        )  # fmt: skip
-        return (output[0] if isinstance(output, tuple) else output).transpose(0, 1)[None]
-
-    return Peer(call, arranged=tokens_first, dense=not case.is_window)
-
-
 def torch_varlen(problem: Problem) -> Peer:
     """PyTorch's own attention of packed documents: FlashAttention-2, with its windows, or every document dense."""
     from torch.nn.attention.varlen import varlen_attn
@@ -308,15 +290,18 @@ PEERS: dict[str, Callable[[Problem], Peer]] = {
     "sdpa-padded": sdpa_padded,
     "sdpa-mask": sdpa_mask,
     "varlen": torch_varlen,
-    "fa4-varlen": flash_attention_4,
     "flex": flex,
 }
-"""Name to builder. The first three are ours. varlen is PyTorch's own; it and fa4-varlen have windows, and are dense in
-each document where a structure has blocks."""
+"""Name to builder. The first three are ours. varlen is PyTorch's own; it has windows, and is dense in each document
+where a structure has blocks."""
 
 ALWAYS = (OURS, UNPACKED)
 """What every run measures: all others are compared with them."""
 
-OTHERS = tuple(name for name in PEERS if name not in ALWAYS)
 ON_CPU = [PADDED, "sdpa-padded", "sdpa-mask"]
-ON_CUDA = [PADDED, "varlen", "fa4-varlen", "flex"]
+ON_CUDA = [PADDED, "varlen", "flex"]
+
+
+def others() -> list[str]:
+    """The names that a user chooses from."""
+    return [name for name in PEERS if name not in ALWAYS]

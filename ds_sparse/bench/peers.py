@@ -1,4 +1,5 @@
-"""Whoever computes a case of `ds_sparse bench attention`: ours, PyTorch's, and three packages that skip blocks.
+"""Whoever computes a case of `ds_sparse bench attention`: ours and PyTorch's; `benchmarks` of a clone
+adds packages that skip blocks.
 
 A builder takes a `Problem` and returns a `Peer`, or raises `Unsupported` with the reason in a few words. What is built
 once a layout (indices, masks) is built there and costs nothing later, as in training.
@@ -135,92 +136,6 @@ def block_mask(layout: Tensor, block: int, side: int) -> Any:
     )
 
 
-def flash_attention_4(problem: Problem) -> Peer:
-    """`flash-attn-4`: lists of blocks in which every score is live, by rows, and by columns for the backward."""
-    block = problem.case.block
-    if block not in (64, 128):
-        raise Unsupported("blocks of 64 and 128 only")
-    from flash_attn.cute import flash_attn_func
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    def tensors(layout: Tensor) -> Any:
-        counts, columns = lists(layout)
-        return BlockSparseTensorsTorch(
-            mask_block_cnt=torch.zeros_like(counts)[None],
-            mask_block_idx=torch.zeros_like(columns)[None],
-            full_block_cnt=counts[None],
-            full_block_idx=columns[None],
-            block_size=(block, block),
-        )
-
-    by_rows, by_columns = tensors(problem.layout), tensors(problem.layout.transpose(1, 2))
-
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        output, _ = flash_attn_func(
-            query, key, value, block_sparse_tensors=by_rows, block_sparse_tensors_bwd=by_columns
-        )
-        return output.transpose(1, 2)
-
-    return Peer(call, no_backward="" if block == 128 else "backward of blocks of 128 only", tokens_first=True)
-
-
-def flash_attention_4_dense(problem: Problem) -> Peer:
-    from flash_attn.cute import flash_attn_func
-
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output, _ = flash_attn_func(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        return output.transpose(1, 2)
-
-    return Peer(call, dense=True, tokens_first=True)
-
-
-def cudnn_frontend(problem: Problem) -> Peer:
-    """`nvidia-cudnn-frontend`: the lists of each sequence and head."""
-    case = problem.case
-    if case.block not in (64, 128):
-        raise Unsupported("blocks of 64 and 128 only")
-    from cudnn.block_sparse_attention import block_sparse_attention_backward, block_sparse_attention_forward
-
-    counts, columns = lists_of_each_head(problem)
-    arguments = {"q2k_block_index": columns, "q2k_block_nums": counts, "sparse_block_size": case.block}
-    some_empty = bool((counts == 0).any())
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            output, lse = block_sparse_attention_forward(
-                query.detach(), key.detach(), value.detach(), allow_empty_block_nums=some_empty, **arguments
-            )
-            ctx.save_for_backward(query, key, value, output, lse)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-            query, key, value, output, lse = (x.detach() for x in ctx.saved_tensors)
-            return tuple(block_sparse_attention_backward(grad, query, key, value, output, lse, **arguments))
-
-    if case.head_dim != 128:
-        missing = "backward of D 128 only"
-    else:
-        missing = "" if problem.dtype == torch.bfloat16 else "backward of bf16 only"
-    return Peer(Attention.apply, no_backward=missing)
-
-
-def video_sparse_attention(problem: Problem) -> Peer:
-    """`fastvideo-kernel`: the lists of each sequence and head."""
-    case = problem.case
-    if case.block != 64:
-        raise Unsupported("blocks of 64 only")
-    if problem.dtype != torch.bfloat16:
-        raise Unsupported("bf16 only")
-    from fastvideo_kernel import block_sparse_attn_from_indices
-
-    counts, columns = lists_of_each_head(problem)
-    sizes = torch.full((problem.layout.shape[2],), case.block, dtype=torch.int32, device=problem.layout.device)
-    return Peer(lambda query, key, value: block_sparse_attn_from_indices(query, key, value, columns, counts, sizes)[0])
-
-
 def lists(layout: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """How many live blocks a row has, int32 (H, R), and their columns, ascending, int32 (H, R, width); the width is
     that of the longest row if it is not given, and what is beyond a row's end has no meaning."""
@@ -228,12 +143,6 @@ def lists(layout: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     width = max(1, int(counts.max())) if width is None else width
     columns = torch.argsort((~layout).to(torch.uint8), dim=2, stable=True)[:, :, :width]
     return counts, columns.to(torch.int32).contiguous()
-
-
-def lists_of_each_head(problem: Problem) -> tuple[Tensor, ...]:
-    """`lists` with a copy for each sequence and head: int32 (B, H, R) and (B, H, R, width)."""
-    batch, heads = problem.case.batch, problem.case.heads
-    return tuple(x.expand(batch, heads, *x.shape[1:]).contiguous() for x in lists(problem.layout))
 
 
 OURS = "ds_sparse"
@@ -248,16 +157,12 @@ PEERS: dict[str, Callable[[Problem], Peer]] = {
     "flex": flex(FLEX_TILE, None),
     "flex-max": flex(FLEX_TILE, "max-autotune-no-cudagraphs"),
     "flex-blocks": flex(None, "max-autotune-no-cudagraphs"),
-    "fa4": flash_attention_4,
-    "fa4-dense": flash_attention_4_dense,
-    "cudnn-frontend": cudnn_frontend,
-    "vsa": video_sparse_attention,
 }
 """Name to builder. MatMul, Softmax and MatMul are the composition; sdpa is dense, by the backend of PyTorch's choice;
 flex-max and flex-blocks are autotuned, which takes long, and flex-blocks has the layout's own blocks for tiles."""
 
 ON_CPU = [OURS, "composition", "sdpa", "sdpa-mask", "flex"]
-ON_CUDA = [OURS, "composition", "cudnn", "flash", "flex", "fa4", "cudnn-frontend", "vsa"]
+ON_CUDA = [OURS, "composition", "cudnn", "flash", "flex"]
 
 QUICK = {"cpu": [OURS, "composition", "sdpa", "sdpa-mask"], "cuda": [OURS, "composition", "cudnn", "flash"]}
 """None of these has to be compiled."""
@@ -265,4 +170,5 @@ QUICK = {"cpu": [OURS, "composition", "sdpa", "sdpa-mask"], "cuda": [OURS, "comp
 DENSE = {"cpu": "sdpa", "cuda": "cudnn"}
 """What dense attention costs on a device."""
 
-PACKAGES = ("triton", "flash-attn-4", "nvidia-cudnn-frontend", "fastvideo-kernel")
+PACKAGES = ["triton"]
+"""Whose versions a run tells."""

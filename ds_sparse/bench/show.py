@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from . import command, markdown
-from .commands import OPERATIONS
+from .commands import IN_A_CLONE, OPERATIONS, sentence_of_clone
 from .commands.running import show_report
 from .runs import Run, read, show
 
@@ -55,6 +55,8 @@ def load(path: str) -> Loaded:
         ValueError: the file is not what `--json` writes; the sentence says what it lacks.
     """
     run = read(path)
+    if run.operation in IN_A_CLONE and run.operation not in OPERATIONS:
+        raise ValueError(f"{path}: {sentence_of_clone(run.operation)}")
     if run.operation not in OPERATIONS:
         raise ValueError(f"{path}: operation {run.operation!r} is not one of {', '.join(OPERATIONS)}.")
     for number, row in enumerate(run.rows, 1):

@@ -31,7 +31,6 @@ from ..ops import (
 from ..ops.token_steps import weighted_sums
 from .floors import bytes_of_gathers, l2_read_rate
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns, time_of
-from .plain_loop import plain_loop
 from .reasons import Unsupported
 from .runs import by_case, restored
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
@@ -47,7 +46,7 @@ L2_FLOOR = "gather from L2"
 MEMORY = 4 << 30
 """Bytes of temporaries that a step may take; of more, it is not run."""
 
-OURS, DENSE, SDPA, TORCH_SPARSE, FLEX, LOOP = "sparse_attn", "masked", "sdpa", "torch.sparse", "flex", "C++ loop"
+OURS, DENSE, SDPA, TORCH_SPARSE, FLEX = "sparse_attn", "masked", "sdpa", "torch.sparse", "flex"
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,6 @@ STEPS: dict[str, Step] = {
         lambda problem: lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=problem.mask), numbers_of_all=1
     ),
     FLEX: Step(flex_attention),
-    LOOP: Step(lambda problem: plain_loop(problem.index), no_backward="forward only"),
 }
 """The ladder (sparse_matmul, sparse_matmul_vo: of the native operations the scores alone), and beside it PyTorch's
 dense attention, that with a mask, FlexAttention, and the loop a learner writes in C++."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..bench.commands import OPERATIONS
+from ..bench.commands import IN_A_CLONE, OPERATIONS, sentence_of_clone
 
 SHOW = "show"
 
@@ -16,7 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     # Optional for argparse, whose sentence would ask for `arguments` too.
     parser.add_argument(
-        "operation", nargs="?", choices=[*OPERATIONS, SHOW], metavar="operation", help=", ".join([*OPERATIONS, SHOW])
+        "operation",
+        nargs="?",
+        choices=list(dict.fromkeys([*OPERATIONS, SHOW, *IN_A_CLONE])),
+        metavar="operation",
+        help=", ".join([*OPERATIONS, SHOW]),
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see: ds_sparse bench operation --help")
 
@@ -26,6 +30,9 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"ds_sparse bench: name what to time: {', '.join(OPERATIONS)}. See ds_sparse bench --help", file=sys.stderr
         )
+        return 2
+    if args.operation not in (*OPERATIONS, SHOW):
+        print(f"ds_sparse bench: {sentence_of_clone(args.operation)}", file=sys.stderr)
         return 2
     # Here and not above: they import torch, which help does without.
     if args.operation == SHOW:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..bench.bert_results import TOKENS
 from ..sparsity.declarations import declared_value
 from ..wording import listed
+from .bert_cases import TOKENS
 from .communication import ADAPTER_GBITS, NODE, crosses_nodes
 from .layers import Kind
 from .memory import LEFT_FREE

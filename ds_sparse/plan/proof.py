@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..bench.bert_results import LABELLED
-from ..bench.bert_results import Case as BertCase
 from ..bench.cases import DENSE_IN_BERT, FLOOR, NO_ATTENTION
-from ..bench.sequence_results import OFFLOADED, ranks_of
 from . import sequence_steps
+from .bert_cases import LABELLED
+from .bert_cases import Case as BertCase
 from .memory import GIB, memory_of
 from .model import NAMED
 from .operations import Work
 from .rates import Rates, bert_model, bert_step, walk_in_bert
 from .results import COMMITTED, LONGEST_LAYOUT, Results, TrainingStep
+from .sequence_cases import OFFLOADED, ranks_of
 from .settings import Settings
 from .step import model_work
 from .training import predicted, predicted_memory, with_training

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..bench.bert_results import LABELLED, MODEL
-from ..bench.bert_results import Case as BertCase
 from ..bench.cases import DENSE_IN_BERT, IN_BERT, NO_ATTENTION, Case
 from ..bench.machine import BACKWARD, FORWARD
+from .bert_cases import LABELLED, MODEL
+from .bert_cases import Case as BertCase
 from .fit import fit, times
 from .model import NAMED, Model
 from .operations import FP32, ITEM, Part, Work, embeddings, layer, logits

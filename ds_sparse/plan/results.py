@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..bench import attention, bert_results, sequence_results
+from ..bench import attention
 from ..bench.cases import DENSE_IN_BERT, IN_BERT, NO_ATTENTION, Case
 from ..bench.machine import BACKWARD, FORWARD
 from ..bench.peers import DENSE, OURS
 from ..bench.runs import read
+from . import bert_cases, sequence_cases
 
-COMMITTED = Path(__file__).parents[1] / "bench" / "results"
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results"
+"""Of a clone."""
 
 ATTENTION = ("attention-h200", "attention-growth-h200", "attention-break-even-h200", "attention-peers-h200")
 BERT = ("bert-h200", "bert-long-h200", "bert-labelled-h200", "bert-dropout-h200")
@@ -42,7 +44,7 @@ class Kernel:
 class BertStep:
     """A step of `ds_sparse bench bert`, measured."""
 
-    case: bert_results.Case
+    case: bert_cases.Case
     attention: str
     milliseconds: float
     peak_gib: float | None
@@ -70,7 +72,7 @@ class Results:
     machine: str
     kernels: list[Kernel] = field(default_factory=list)
     bert: list[BertStep] = field(default_factory=list)
-    sequence: list[tuple[sequence_results.Case, sequence_results.Row]] = field(default_factory=list)
+    sequence: list[tuple[sequence_cases.Case, sequence_cases.Row]] = field(default_factory=list)
     training: list[TrainingStep] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
@@ -104,9 +106,9 @@ def from_files(paths: Iterable[Path]) -> Results:
             if run.operation == "attention":
                 found.kernels.extend(kernels_of(attention.restore(run.rows)))
             elif run.operation == "bert":
-                found.bert.extend(steps_of(bert_results.restore(run.rows)))
+                found.bert.extend(steps_of(bert_cases.restore(run.rows)))
             elif run.operation == "sequence":
-                found.sequence.extend(timed(sequence_results.restore(run.rows)))
+                found.sequence.extend(timed(sequence_cases.restore(run.rows)))
             else:
                 raise ValueError(
                     f"is of `ds_sparse bench {run.operation}`; rates come from `attention`, `bert` and `sequence`."
@@ -129,20 +131,20 @@ def kernels_of(results: Iterable[attention.Result]) -> list[Kernel]:
     ]
 
 
-def steps_of(results: Iterable[bert_results.Result]) -> list[BertStep]:
+def steps_of(results: Iterable[bert_cases.Result]) -> list[BertStep]:
     """Forward and backward of BERT-base with nothing computed again, and attentions that plans know."""
     return [
         BertStep(case, row.attention, row.milliseconds, row.peak_gib)
         for case, rows in results
-        if case == bert_results.Case(case.seq_len, case.dropout, case.dtype, case.device, case.predicts_all)
+        if case == bert_cases.Case(case.seq_len, case.dropout, case.dtype, case.device, case.predicts_all)
         for row in rows
         if row.milliseconds is not None and row.attention in (NO_ATTENTION, DENSE_IN_BERT, *IN_BERT)
     ]
 
 
 def timed(
-    results: Iterable[sequence_results.Result],
-) -> list[tuple[sequence_results.Case, sequence_results.Row]]:
+    results: Iterable[sequence_cases.Result],
+) -> list[tuple[sequence_cases.Case, sequence_cases.Row]]:
     return [(case, row) for case, rows in results for row in rows if row.milliseconds is not None and not row.is_try]
 
 

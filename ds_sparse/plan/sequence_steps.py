@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..bench.sequence_results import KEPT, SEQUENCE, Case, Row
-from ..bench.step_profile import EXCHANGE, REDUCTION
 from .communication import exchanged, reduced
 from .memory import Memory, memory_of
 from .model import Model
 from .rates import Rates, bert_model, walk_in_bert
 from .results import Results
+from .sequence_cases import EXCHANGE, KEPT, REDUCTION, SEQUENCE, Case, Row
 from .settings import BUCKET, Settings
 from .step import Step, step_of
 

@@ -149,11 +149,15 @@ def test_a_package_that_is_missing_and_a_failure_are_reasons(monkeypatch):
     def fails(problem):
         raise RuntimeError("no such kernel\nmuch more")
 
+    def missing(problem):
+        import no_such_package  # noqa: F401
+
     monkeypatch.setitem(peers.PEERS, "flex", fails)
+    monkeypatch.setitem(peers.PEERS, "flash", missing)
     case = Case("toy", "random", 64, 1, 2, 128, 16, {"density": 1.0})
-    result = measure(["fa4", "flex"], case)
+    result = measure(["flash", "flex"], case)
     assert {row.peer: row.reason for row in result.rows} == {
-        "fa4": "No module named 'flash_attn'",
+        "flash": "No module named 'no_such_package'",
         "flex": "RuntimeError: no such kernel",
     }
 

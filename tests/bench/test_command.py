@@ -5,27 +5,13 @@ import itertools
 
 import pytest
 
-from ds_sparse.bench import (
-    attention,
-    bert_results,
-    cases,
-    layouts,
-    matmul,
-    modernbert_results,
-    packed,
-    packed_cases,
-    packed_peers,
-    peers,
-    sequence_results,
-    tokens,
-    window,
-)
+from ds_sparse.bench import attention, cases, layouts, matmul, packed, packed_cases, packed_peers, peers, tokens, window
 from ds_sparse.bench.machine import DIRECTIONS, FORWARD, TRAIN
 from ds_sparse.bench.operations import Row
 from ds_sparse.bench.runs import WIDTH
 from ds_sparse.cli import main
 
-OPERATIONS = ("matmul", "attention", "window", "packed", "tokens", "bert", "modernbert", "sequence")
+OPERATIONS = ("matmul", "attention", "window", "packed", "tokens")
 """Those that time rounds."""
 
 WIDEST = (1.23e-5, 0.123, 123.4, 98765.4)
@@ -43,7 +29,7 @@ def test_the_same_thing_has_the_same_name_in_all_operations(capsys):
         assert {"--device", "--dtype", "--repeats", "--seconds", "--json"} <= these, operation
     for operation in ("matmul", "window", "tokens"):
         assert {"--seq-len", "--heads", "--head-dim", "--batch"} <= options[operation]
-    for operation in ("attention", "window", "packed", "tokens", "bert", "modernbert"):
+    for operation in ("attention", "window", "packed", "tokens"):
         assert "--peers" in options[operation]
 
 
@@ -64,23 +50,9 @@ def test_a_wrong_value_of_a_shared_option_is_a_sentence(capsys, operation, optio
 
 @pytest.mark.parametrize("option", ["--models=64x1", "--steps=sdpa", "--attentions=sdpa"])
 def test_spellings_of_before_are_gone(capsys, option):
-    for operation in ("tokens", "bert"):
-        with pytest.raises(SystemExit):
-            main(["bench", operation, option])
-        assert "unrecognized arguments" in capsys.readouterr().err
-
-
-def test_training_has_the_options_that_all_operations_have(capsys):
-    assert {"--device", "--dtype", "--json"} <= options_of("train", capsys)
-    for option, sentence in {
-        "--tokens=0": "'0' is not an integer of at least 1",
-        "--minutes=-1": "'-1' is not a number above 0",
-        "--seeds=0,x": "'x' is not an integer of at least 0",
-        "--experiment=chess": "invalid choice: 'chess'",
-    }.items():
-        with pytest.raises(SystemExit):
-            main(["bench", "train", option])
-        assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "tokens", option])
+    assert "unrecognized arguments" in capsys.readouterr().err
 
 
 def widest(lines):
@@ -128,16 +100,12 @@ def test_tables_of_tokens_fit(number):
 
 
 @pytest.mark.parametrize("number", WIDEST)
-def test_tables_of_window_and_bert_fit(number):
+def test_tables_of_windows_fit(number):
     rows = [
         Row("attention in parts", direction, "", number, number, number, number, "memory", 20)
         for direction in DIRECTIONS
     ]
     assert len(widest(window.table(window.Case(1 << 20, 65536, "bf16", 128, 128, 128), rows))) <= WIDTH
-    case = bert_results.Case(1 << 20, 0.125, "bf16", "cuda", predicts_all=False)
-    of_bert = [bert_results.Row(name, number, number, rounds=20) for name in cases.BERT_ATTENTIONS]
-    of_bert.append(bert_results.Row(max(cases.MODES_IN_BERT, key=len), number, number, rounds=1))
-    assert len(widest(bert_results.table(case, of_bert))) <= WIDTH
 
 
 @pytest.mark.parametrize("number", WIDEST)
@@ -152,18 +120,3 @@ def test_tables_of_packed_documents_fit(number):
         # Sentences are wrapped; tables stand.
         assert len(widest(line for line in packed.table(result) if ": " not in line)) <= WIDTH
         assert len(widest(packed.summary([result]))) <= WIDTH
-    case = modernbert_results.Case(8192, "bf16", "cuda")
-    steps = [
-        modernbert_results.Row(name, number, 1, 1e3 * number, number, 20) for name in modernbert_results.ATTENTIONS
-    ]
-    assert len(widest(modernbert_results.table(case, steps))) <= WIDTH
-
-
-@pytest.mark.parametrize("number", WIDEST)
-def test_tables_of_sequences_fit(number):
-    case = sequence_results.Case(1 << 20, "longformer-64", "bf16", "cuda", 2, sequence_results.CHECKPOINTED, 64)
-    row = sequence_results.Row(
-        8, sequence_results.DATA, number, 1e3 * number, 0.987, number, number, loss_alone=number, rounds=20
-    )
-    assert len(widest(sequence_results.table([(case, row)]))) <= WIDTH
-    assert len(next(sequence_results.lines(case, row))) <= WIDTH

@@ -5,17 +5,7 @@ import re
 
 import pytest
 
-from ds_sparse.bench import (
-    attention,
-    bert_results,
-    markdown,
-    matmul,
-    modernbert_results,
-    packed,
-    sequence_results,
-    tokens,
-    window,
-)
+from ds_sparse.bench import attention, markdown, matmul, packed, tokens, window
 from ds_sparse.bench.cases import Case
 from ds_sparse.bench.machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN
 from ds_sparse.bench.operations import Row
@@ -66,28 +56,6 @@ RESULTS = {
         packed_result("equal", 512, 0.5, {"flex": 4.0}),
         packed_result("corpus", None, 1.0, {"padded": 2.0, "flex": 6.0}),
     ],
-    "modernbert": [
-        (
-            modernbert_results.Case(8192, "bf16", "cuda"),
-            [
-                modernbert_results.Row("floor", 100.0, 1.0, 3.2e5, 20.1, 3),
-                modernbert_results.Row("ds_sparse", 110.0, 0.91, 3e5, 21.2, 3),
-                modernbert_results.Row("flash_attention_4", reason="not installed"),
-            ],
-        )
-    ],
-    "sequence": [
-        (
-            sequence_results.Case(16384, "bigbird-64", "bf16", "cuda", 2),
-            [
-                sequence_results.Row(1, "alone", 40.0, 4e5, None, 5.25, 10.5, 1.5, rounds=3),
-                sequence_results.Row(
-                    2, "sequence", 25.0, 6.5e5, 0.8, 3.25, 10.5, 1.5, 10.5001, 1.5, {"attention": 10.0}, {"loss": 0.125}
-                ),
-                sequence_results.Row(2, "data", reason="out of memory"),
-            ],
-        )
-    ],
     "attention": [attention_result(random_case(16, 0.05), 3.5), attention_result(random_case(64, 0.25), 1.25)],
     "matmul": [
         matmul.Result(
@@ -124,30 +92,7 @@ RESULTS = {
             for sparsity, pairs, ms in ((0.9, 100_000, 2.0), (0.99, 10_000, 0.5))
         ]
     ],
-    "bert": [
-        (
-            bert_results.Case(8192, 0.1, "bf16", "cuda", predicts_all=False),
-            [
-                bert_results.Row("none", 60.0, 15.1, 3),
-                bert_results.Row("floor", 66.0, 15.1, 3),
-                bert_results.Row("sdpa", 150.0, 15.2, 3),
-                bert_results.Row("flex-bigbird-64", 225.0, 15.2, 3),
-                bert_results.Row("bigbird-64", 75.0, 15.3, 3),
-                bert_results.Row("longformer-64", reason="out of memory"),
-            ],
-        ),
-        *(
-            (
-                bert_results.Case(seq_len, 0.0, "bf16", "cuda", checkpointed=checkpointed, is_try=True),
-                [bert_results.Row(name, 9.0, gib, 1, reason="" if gib else "out of memory")],
-            )
-            for name, seq_len, gib, checkpointed in (
-                ("eager", 8192, 70.0, False), ("eager", 9216, None, False), ("eager", 16384, 70.0, True),
-                ("eager", 17408, None, True), ("bigbird-64", 2**20, 70.0, True),
-            )
-        ),
-    ],
-}  # fmt: skip
+}
 
 
 def cells(text):
@@ -215,35 +160,6 @@ def cells(text):
             "- `flex` takes 4.0 to 6.0 times as long forward, 4.0 to 6.0 times as long forward+backward as "
             "`ds_sparse`.",
         ),
-        (
-            "modernbert",
-            [
-                ["floor", "100", "", "320,000", "20.1"],
-                ["`ds_sparse`", "110", "91 %", "300,000", "21.2"],
-            ],
-            "",
-        ),
-        (
-            "sequence",
-            [
-                ["16,384", "1", "40.0", "400,000", "", "5.2", "10.5000", ""],
-                ["16,384", "2, one sequence", "25.0", "650,000", "80 %", "3.2", "10.5000", "10.5001"],
-                ["16,384", "2, one sequence", "10.0"],
-                ["16,384", "2, one sequence", "0.12"],
-            ],
-            "- bigbird-64, bf16, ZeRO 2, activations kept",
-        ),
-        (
-            "bert",
-            [
-                ["8,192", "60.0", "66.0 (91 %)", "150 (40 %)", "225 (27 %)", "75.0 (80 %)"],
-                ["8,192", "`bigbird-64`", "75.0", "80 %", "88 %", "2.0", "3.0"],
-                ["8,192", "15.1", "15.1", "15.2", "15.2", "15.3"],
-                ["`eager`", "", "8,192", "1.00", "16,384", "1.00"],
-                ["`bigbird-64`", "", "", "", "at least 1,048,576", "at least 64"],
-            ],
-            "- All steps: dropout 0.1, logits of labelled tokens alone.",
-        ),
     ],
 )  # fmt: skip
 def test_tables_say_what_the_rows_say(operation, rows, note):
@@ -259,34 +175,6 @@ def test_a_shape_that_all_rows_have_is_said_once():
     assert texts[0].startswith("| layout, density | ms |")
     assert "Numbers with a slash are forward / backward. B, H, T, D are 2, 4, 1024, 64." in texts[0].splitlines()
     assert texts[1].startswith("| layout, density | B, H, T, D | ms |") and "are 2, 4" not in texts[1]
-
-
-def test_steps_of_bert_say_in_their_row_what_not_all_of_them_share():
-    rows = [bert_results.Row("sdpa", 2.0, 1.0, 3)]
-    cases = [bert_results.Case(512, dropout, "bf16", "cuda", predicts_all=False) for dropout in (0.0, 0.1)]
-    text = markdown.tables("bert", ALONE, [(case, rows) for case in cases])["steps"].in_markdown()
-    assert [row[0] for row in cells(text)] == ["512", "512, dropout 0.1"]
-    assert "- All steps: logits of labelled tokens alone." in text.splitlines()
-
-
-def test_the_longest_sequence_is_said_to_be_the_least_where_longer_ones_were_left_to_try():
-    def search(*failed):
-        tries = [
-            bert_results.Row("eager", 1.0, 1.0, 1),
-            *(bert_results.Row("eager", reason="does not fit") for _ in failed),
-        ]
-        lengths = [8192, *failed]
-        return [
-            (bert_results.Case(length, 0.0, "bf16", "cuda", is_try=True), [row])
-            for length, row in zip(lengths, tries, strict=True)
-        ]
-
-    def said(results):
-        """Tokens, and how many times as many as eager attention's."""
-        return cells(markdown.tables("bert", ALONE, results)["longest"].in_markdown())[0][2:]
-
-    assert said(search()) == said(search(16384)) == ["at least 8,192", ""]
-    assert said(search(16384, 9216)) == ["8,192", "1.00"]
 
 
 def test_break_even_and_growth_have_tables_of_their_own():

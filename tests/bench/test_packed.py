@@ -169,46 +169,34 @@ def test_peers_of_a_gpu_are_right(structure):
     assert [row.reason for row in rows if row.reason] == []
 
 
-@pytest.mark.parametrize("name", ["varlen", "fa4-varlen"])
-def test_packages_for_documents_are_called_as_they_want(monkeypatch, case, name):
-    """A stand-in computes what FlashAttention would with these arguments."""
+def test_packed_attention_of_torch_is_called_as_it_wants(monkeypatch, case):
+    """A stand-in computes what torch would with these arguments."""
     called = []
 
-    def attend(query, key, value, edges, window, causal):
+    def attend(query, key, value, edges, window):
         called.append(window)
         outputs = []
         for first, end in zip(edges[:-1].tolist(), edges[1:].tolist()):
             place = torch.arange(end - first)
             far = place - place[:, None]
             left, right = (end if reach in (None, -1) else reach for reach in window)
-            live = (far >= -left) & (far <= right) & ((far <= 0) if causal else True)
+            live = (far >= -left) & (far <= right)
             q, k, v = (x[first:end].transpose(0, 1) for x in (query, key, value))
             outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=live).transpose(0, 1))
         return torch.cat(outputs)
 
-    def fa4(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size):
-        assert cu_seqlens_q.dtype == torch.int32 and max_seqlen_q == max_seqlen_k == max(case.lengths)
-        return attend(q, k, v, cu_seqlens_q, window_size, causal), None
-
     def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
         assert cu_q.dtype == torch.int32 and max_q == max_k == max(case.lengths)
-        return attend(q, k, v, cu_q, window_size, False)
+        return attend(q, k, v, cu_q, window_size)
 
-    modules = {
-        "flash_attn": types.ModuleType("flash_attn"),
-        "flash_attn.cute": types.SimpleNamespace(flash_attn_varlen_func=fa4),
-        "torch.nn.attention.varlen": types.SimpleNamespace(varlen_attn=varlen),
-    }
-    for module, stand_in in modules.items():
-        monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.SimpleNamespace(varlen_attn=varlen))
     problem = packed_peers.Problem(case, CPU)
     *inputs, grad = random_tensors(4, (1, 2, case.tokens, 16), torch.float32, CPU)
     references = packed.References(problem, inputs, grad)
-    if name == "varlen":
-        with pytest.raises(packed_peers.Unsupported, match="on CUDA only"):
-            packed_peers.PEERS[name](problem)
-        problem.device = types.SimpleNamespace(type="cuda")
-    peer = packed_peers.PEERS[name](problem)
+    with pytest.raises(packed_peers.Unsupported, match="on CUDA only"):
+        packed_peers.PEERS["varlen"](problem)
+    problem.device = types.SimpleNamespace(type="cuda")
+    peer = packed_peers.PEERS["varlen"](problem)
     problem.device = CPU
     packed.verify(peer, references)
     assert called and peer.dense == (not case.is_window)

@@ -34,14 +34,6 @@ def test_lists_by_hand():
     assert peers.lists(torch.zeros_like(layout))[1].shape == (1, 3, 1)
 
 
-def test_each_sequence_and_head_gets_the_lists_of_a_shared_layout():
-    shared = peers.Problem(CASE, CASE.layout()[:1], torch.float32)
-    counts, columns = peers.lists_of_each_head(shared)
-    assert counts.shape == (2, 3, 8) and columns.shape[:3] == (2, 3, 8)
-    assert counts.is_contiguous() and columns.is_contiguous()
-    assert (counts == shared.layout.sum(2)).all()
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("side", [16, 32, 64])
@@ -64,10 +56,6 @@ def test_block_mask_of_flex_attention_is_the_layout(heads, side):
 @pytest.mark.parametrize(
     ("name", "block", "reason"),
     [
-        ("fa4", 32, "blocks of 64 and 128 only"),
-        ("cudnn-frontend", 16, "blocks of 64 and 128 only"),
-        ("vsa", 128, "blocks of 64 only"),
-        ("vsa", 64, "bf16 only"),
         ("flex-blocks", 128, "the same as flex-max"),
         ("flex-blocks", 16, "no tiles below 32"),
     ],

@@ -106,7 +106,7 @@ def test_there_rates_of_an_h200_can_be_asked_for(capsys, gpu, measured):
 
 
 def test_rates_come_from_files_of_bench(capsys):
-    results = Path(measure.__file__).parents[1] / "bench" / "results"
+    results = Path(measure.__file__).parents[2] / "benchmarks" / "results"
     files = [str(results / f"{name}.json") for name in ("attention-flex-h200", "bert-h200")]
     found = planned(capsys, "--rates", *files)
     assert found["rates_from"] == [

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ds_sparse.bench.sequence_results import DATA, SEQUENCE, Case, Row
 from ds_sparse.plan.communication import exchanged
 from ds_sparse.plan.results import Results
+from ds_sparse.plan.sequence_cases import DATA, SEQUENCE, Case, Row
 from ds_sparse.plan.sequence_steps import model_of, settings_of, with_communication
 
 CASE = Case(8192, "bigbird-64", "bf16", "cuda", 2, "checkpointed", micro_batches=3)

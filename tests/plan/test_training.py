@@ -9,7 +9,7 @@ from ds_sparse.plan.training import MODEL, settings_of, walk_of_run, with_traini
 
 
 def test_the_layouts_of_the_runs_have_the_densities_that_they_were_trained_with(results, request):
-    path = request.config.rootpath / "ds_sparse" / "bench" / "results" / "training-h200.json"
+    path = request.config.rootpath / "benchmarks" / "results" / "training-h200.json"
     densities = {run["name"]: run["density"] for run in json.loads(path.read_text())["runs"]}
     assert {run.name for run in results.training} == set(densities)
     for run in results.training:

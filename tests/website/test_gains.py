@@ -7,9 +7,9 @@ from dataclasses import replace
 import gains
 import pytest
 
-from ds_sparse.bench import bert_results
+from benchmarks.models import bert_results
+from benchmarks.train.results import Case, Point, Row
 from ds_sparse.bench.command import parse
-from ds_sparse.bench.train.results import Case, Point, Row
 
 CASE = bert_results.Case(512, 0.0, "bf16", "cuda", predicts_all=False)
 QUALITY = Case("quality", "small", "bf16", "cuda", False, 32768, 7e-4, 4096)

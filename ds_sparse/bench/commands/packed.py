@@ -31,8 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_cases(parser, packed_cases.TABLE, "window-*,bigbird-512")
     parser.add_argument(
         "--peers",
-        type=listed(one_of(packed_peers.OTHERS)),
-        help=f"{', '.join(packed_peers.OTHERS)}, besides {' and '.join(packed_peers.ALWAYS)} (default: on a CPU "
+        type=listed(one_of(packed_peers.others())),
+        help=f"{', '.join(packed_peers.others())}, besides {' and '.join(packed_peers.ALWAYS)} (default: on a CPU "
         f"{','.join(packed_peers.ON_CPU)}; on a GPU {','.join(packed_peers.ON_CUDA)})",
     )
 

@@ -1,0 +1,127 @@
+"""`ds_sparse bench bert`: a training step of BERT, and the longest sequence that fits."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.models import bert_results, longest_sequence
+from ds_sparse.arguments import positive
+from ds_sparse.bench import cases, peers
+from ds_sparse.bench.commands.options import BF16_ON_A_GPU, add_labelled_only, add_shared, listed, one_of, probability
+from ds_sparse.bench.commands.running import begin, keep, show_report, status_of
+from ds_sparse.bench.reasons import NOT_TRIED
+from ds_sparse.bench.runs import Run
+
+RESULTS = bert_results
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Masked-language modelling, forward and backward, by Transformers' BERT with up to 32,768 tokens a step, or "
+        "one sequence where that is longer; on a CPU a small model and 2,048. Before that each sparse structure is "
+        "verified in a model of two layers, 1,024 tokens, without dropout: the gradient of the first layer's query "
+        "weight. 'of ceiling' is the time without any attention, whose output is the value, over the time with it; 'of "
+        "floor' the same where the projections of query and key keep their backward; 'x dense' the time over that of "
+        "sdpa. What takes longer than --seconds for a step is timed once, and not at longer lengths. With --longest "
+        "nothing is verified or timed in turns: each attention is tried with longer and longer sequences."
+    )
+    add_shared(parser, BF16_ON_A_GPU)
+    parser.add_argument(
+        "--seq-len",
+        type=listed(positive),
+        help="tokens of a sequence (default: on a CPU 1024, on a GPU 4096,8192,16384,32768)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of((*cases.BERT_ATTENTIONS, *cases.MODES_IN_BERT))),
+        default=list(cases.BERT_ATTENTIONS),
+        help=f"{', '.join(cases.BERT_ATTENTIONS)} (default: these); modes at their defaults, with blocks of 16 or 64: "
+        f"{', '.join(cases.MODES_IN_BERT)}",
+    )
+    parser.add_argument(
+        "--model",
+        choices=list(bert_results.MODELS),
+        default=bert_results.BASE,
+        help="sizes of BERT-base or BERT-large (default: base)",
+    )
+    parser.add_argument(
+        "--dropout", type=probability, default=0.0, help="in attention and everywhere else (default: 0)"
+    )
+    add_labelled_only(parser)
+    parser.add_argument(
+        "--whole-step", action="store_true", help="with AdamW, and with the batch copied from the CPU's memory"
+    )
+    parser.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="keep the inputs of layers alone, and compute the rest again in backward",
+    )
+    parser.add_argument(
+        "--longest",
+        type=positive,
+        default=0,
+        metavar="SECONDS",
+        help="on a GPU, look for the longest sequence that fits instead, for so long for each attention",
+    )
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> int:
+    try:
+        from benchmarks.models import bert, bert_models
+    except ImportError as error:
+        print(f"bench bert measures Transformers' BERT. {error}", file=sys.stderr)
+        return 1
+    if args.longest:
+        return measure_longest(args, device)
+    failed = False
+
+    def results(run: Run) -> Iterator[bert_results.Result]:
+        nonlocal failed
+        for dtype in args.dtype:
+            wrong = bert.wrong_ones(args.peers, dtype, device)
+            grid = [case_of(args, dtype, seq_len) for seq_len in lengths_of(args)]
+            for case, rows in bert.results(grid, args.peers, wrong, device, args.repeats, args.seconds):
+                failed |= any(map(is_failure, rows))
+                yield keep(args, run, (case, rows))
+
+    show_report(args, results(begin(args, device, **bert_models.versions())))
+    return status_of(peers.OURS, failed)
+
+
+def measure_longest(args: argparse.Namespace, device: torch.device) -> int:
+    try:
+        longest_sequence.require_gpu(device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    from benchmarks.models import bert_longest, bert_models
+
+    run = begin(args, device, **bert_models.versions())
+    found = (
+        result
+        for dtype in args.dtype
+        for result in bert_longest.longest_tries(case_of(args, dtype, 0, True), args.peers, args.longest, device)
+    )
+    show_report(args, map(partial(keep, args, run), found))
+    return 0
+
+
+def lengths_of(args: argparse.Namespace) -> list[int]:
+    """By rising length."""
+    return sorted(args.seq_len or ([4096, 8192, 16384, 32768] if args.device == "cuda" else [1024]))
+
+
+def case_of(args: argparse.Namespace, dtype: str, seq_len: int, is_try: bool = False) -> bert_results.Case:
+    settings = args.model, args.whole_step, args.activation_checkpointing, is_try
+    return bert_results.Case(seq_len, args.dropout, dtype, args.device, not args.labelled_only, *settings)
+
+
+def is_failure(row: bert_results.Row) -> bool:
+    """Whether something of ours was wrong or failed."""
+    ours = row.attention in cases.STRUCTURES_IN_BERT
+    return ours and bool(row.reason) and not row.reason.startswith(NOT_TRIED)

@@ -1,0 +1,70 @@
+"""`ds_sparse bench modernbert`: a training step of ModernBERT on packed documents."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.models import modernbert_results
+from ds_sparse.arguments import positive
+from ds_sparse.bench import attention, peers
+from ds_sparse.bench.commands.options import BF16_ON_A_GPU, add_labelled_only, add_shared, listed, one_of
+from ds_sparse.bench.commands.running import begin, keep, show_report, status_of
+
+RESULTS = modernbert_results
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A training step of Transformers' ModernBERT-base on packed documents, whose lengths are drawn around a median "
+        "of 400: masked-language modelling, forward, backward and AdamW, up to 32,768 tokens a step, or one row where "
+        "that is longer; on a CPU a small model and 2,048. Global layers are BigBird's with blocks of 64, local ones "
+        "have the model's window; peers are dense in each document's global layers. Before that each is verified in a "
+        "model of four layers: the gradient of the first layer's query weight. The floor's attention returns the "
+        "value, and the projections of query and key keep their backward; 'of floor' is its time over that with "
+        "attention."
+    )
+    add_shared(parser, BF16_ON_A_GPU)
+    parser.add_argument(
+        "--seq-len", type=listed(positive), help="tokens of a row (default: on a CPU 1024, on a GPU 8192)"
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(modernbert_results.ATTENTIONS)),
+        default=list(modernbert_results.ATTENTIONS),
+        help=f"{', '.join(modernbert_results.ATTENTIONS)} (default: all)",
+    )
+    add_labelled_only(parser)
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> int:
+    try:
+        from benchmarks.models import bert, modernbert
+    except ImportError as error:
+        print(f"bench modernbert measures Transformers' ModernBERT. {error}", file=sys.stderr)
+        return 1
+    seq_lens = args.seq_len or ([8192] if args.device == "cuda" else [1024])
+    try:
+        for seq_len in seq_lens:
+            bert.require_layout(modernbert.STRUCTURE, seq_len)
+    except ValueError as error:
+        print(f"--seq-len: {error} Give longer rows.", file=sys.stderr)
+        return 1
+    run = begin(args, device, **attention.versions(), **modernbert.versions())
+    failed = False
+
+    def results() -> Iterator[modernbert_results.Result]:
+        nonlocal failed
+        for dtype in args.dtype:
+            wrong = modernbert.wrong_ones(args.peers, dtype, device)
+            for seq_len in seq_lens:
+                case = modernbert_results.Case(seq_len, dtype, args.device, not args.labelled_only)
+                rows = modernbert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
+                failed |= any(row.reason for row in rows if row.attention.startswith(peers.OURS))
+                yield keep(args, run, (case, rows))
+
+    show_report(args, results())
+    return status_of(peers.OURS, failed)

@@ -1,0 +1,209 @@
+"""`ds_sparse bench train`: the quality that models reach."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.train import results as train_results
+from benchmarks.train.experiment import Experiment, load
+from benchmarks.train.folder import Folder
+from benchmarks.train.job import Stopped, Training
+from benchmarks.train.results import Result, Row, case_of
+from benchmarks.train.settings import (
+    DOCUMENT_TOKENS,
+    LEARNING_RATES,
+    MODELS,
+    SMALL,
+    TINY,
+    Budget,
+    Job,
+    Settings,
+    jobs_of,
+)
+from ds_sparse.arguments import positive
+from ds_sparse.bench.commands.options import add_device_and_json, listed, natural, positive_number
+from ds_sparse.bench.commands.running import begin, keep, show_report
+from ds_sparse.bench.reasons import NOT_TRIED, in_short
+from ds_sparse.bench.runs import Run
+from ds_sparse.bench.step_times import release_memory
+
+RESULTS = train_results
+
+MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
+
+QUICK_TOKENS_PER_STEP, QUICK_DOCUMENT_TOKENS, QUICK_STEPS = 2048, 512, 10
+
+TAKEN = f"{NOT_TRIED}another process trains it; give the command again for its row"
+STOPPED = f"{NOT_TRIED}stopped; give the command again to go on"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains each arm, a model with an attention and a length, with each seed: all see the same tokens in the same "
+        "order, but for the packages of --experiment documents: there a step has as many files as fit into its tokens. "
+        "Reports the held-out loss on the way and at the end, and what else the experiment measures. Minutes "
+        "and seconds are those of training steps alone: before the first a few steps are tried, which compiles what "
+        "is compiled, and evaluation is not counted. What is cut off goes on from its last checkpoint when the "
+        "command is given again; what is finished is not trained again. Processes that are given the same command, "
+        "one a GPU, share its jobs."
+    )
+    parser.add_argument("--experiment", choices=list(DOCUMENT_TOKENS), default="quality", help="(default: quality)")
+    parser.add_argument("--arms", type=lambda text: text.split(","), help="such as dense-512,bigbird-4096")
+    parser.add_argument("--seeds", type=listed(natural), default=[0], help="(default: 0)")
+    parser.add_argument(
+        "--minutes",
+        type=positive_number,
+        default=0.0,
+        help="of training for each arm and seed: as many steps as fit, at the speed of some that are tried before",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        default=0,
+        help="of training for each arm and seed; with --minutes too each is trained twice, once for each budget, at "
+        "whose end the learning rate has decayed to nothing",
+    )
+    parser.add_argument("--model", choices=list(MODELS), help="sizes of BERT (default: tiny; on a GPU small)")
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items())
+    parser.add_argument("--learning-rate", type=positive_number, help=f"at its highest (default: {rates})")
+    parser.add_argument(
+        "--tokens-per-step", type=positive, help="(default: 4096, on a GPU 32768, or one document; quick: 2048)"
+    )
+    parser.add_argument(
+        "--document-tokens",
+        type=positive,
+        help="of the pieces of documents that are trained on, and of the longest sequence (default: "
+        f"{', '.join(f'{name} {tokens}' for name, tokens in DOCUMENT_TOKENS.items())}; quick: 512)",
+    )
+    parser.add_argument(
+        "--dtype", choices=["fp32", "bf16"], help="of products; weights are fp32 (default: fp32; on a GPU bf16)"
+    )
+    parser.add_argument(
+        "--genomes",
+        default="",
+        metavar="FOLDER",
+        help="of dna: FASTA files and GFF3 files of the same names, also as .gz and .xz (default: those of Debian's "
+        "packages maffilter-examples and smalt-examples)",
+    )
+    parser.add_argument("--folder", type=Path, help="for data, checkpoints and rows; --quick does without")
+    parser.add_argument(
+        "--save-seconds", type=natural, default=60, help="between checkpoints of a job, at least (default: 60)"
+    )
+    parser.add_argument(
+        "--stop-after",
+        type=natural,
+        metavar="SECONDS",
+        help="save what is trained then, and end; 0 prints what is finished",
+    )
+    parser.add_argument("--quick", action="store_true", help="everything small, which takes some seconds on a CPU")
+    add_device_and_json(parser, {"cpu": "fp32", "cuda": "bf16"})
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> int:
+    with ExitStack() as stack:
+        try:
+            settings, budgets = settings_of(args), budgets_of(args)
+            experiment = load(args.experiment)
+            arms = list(dict.fromkeys(args.arms or experiment.default_arms(settings)))
+            experiment.require(settings, arms)
+            if args.folder is None and not args.quick:
+                raise ValueError("--folder: name a folder for data and checkpoints, from which a run can go on.")
+            if args.folder is None and args.stop_after is not None:
+                raise ValueError("--stop-after: saves what is trained; name a folder for it with --folder.")
+            folder = Folder(args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())), settings)
+            data = folder.data(partial(experiment.prepare, settings))
+        except (ImportError, ValueError) as error:
+            print(f"bench train: {error}", file=sys.stderr)
+            return 1
+        return train(
+            args, device, settings, list(jobs_of(arms, dict.fromkeys(args.seeds), budgets)), experiment, folder, data
+        )
+
+
+def train(
+    args: argparse.Namespace,
+    device: torch.device,
+    settings: Settings,
+    jobs: list[Job],
+    experiment: Experiment,
+    folder: Folder,
+    data: Path,
+) -> int:
+    failed = False
+    deadline = float("inf") if args.stop_after is None else time.perf_counter() + args.stop_after
+
+    def results(run: Run) -> Iterator[Result]:
+        nonlocal failed
+        for job in jobs:
+            row = row_of(settings, job, experiment, folder, data, device, args.save_seconds, deadline)
+            failed |= bool(row.reason) and not row.reason.startswith(NOT_TRIED)
+            yield keep(args, run, (case_of(settings, job), row))
+
+    show_report(args, results(begin(args, device)))
+    return int(failed)
+
+
+def row_of(
+    settings: Settings,
+    job: Job,
+    experiment: Experiment,
+    folder: Folder,
+    data: Path,
+    device: torch.device,
+    save_seconds: float,
+    deadline: float,
+) -> Row:
+    """Of a job that is finished, or is now."""
+    with folder.claimed(job) as mine:
+        if row := folder.row(job):
+            return row
+        if not mine:
+            return Row(reason=TAKEN)
+        if time.perf_counter() >= deadline:
+            return Row(reason=STOPPED)
+        try:
+            phases = experiment.phases(settings, data, job.arm, job.seed, device)
+            save = partial(folder.save, job)
+            row = Training(settings, job, device, folder.saved(job), save, save_seconds, deadline).run(phases)
+        except Stopped:
+            return Row(reason=STOPPED)
+        except (ArithmeticError, RuntimeError) as error:
+            return Row(reason=in_short(error))
+        finally:
+            release_memory(device)
+        folder.finish(job, row)
+        return row
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Raises ValueError where a step has no whole number of documents, or genomes are given for none."""
+    if args.genomes and args.experiment != "dna":
+        raise ValueError(f"--genomes: {args.experiment} reads none; leave it out, or give --experiment dna.")
+    document = args.document_tokens or (QUICK_DOCUMENT_TOKENS if args.quick else DOCUMENT_TOKENS[args.experiment])
+    usual = QUICK_TOKENS_PER_STEP if args.quick else TOKENS_PER_STEP[args.device]
+    per_step = args.tokens_per_step or max(usual, document)
+    if per_step % document:
+        raise ValueError(
+            f"--tokens-per-step {per_step}: is no multiple of the {document} tokens of a document's piece; give one."
+        )
+    model = args.model or (TINY if args.quick else MODEL[args.device])
+    rate = args.learning_rate or LEARNING_RATES[model]
+    return Settings(args.experiment, model, args.dtype, args.device, args.quick, per_step, rate, document, args.genomes)
+
+
+def budgets_of(args: argparse.Namespace) -> list[Budget]:
+    """Raises ValueError where none is given."""
+    given = [Budget(tokens=args.tokens)] if args.tokens else []
+    given += [Budget(minutes=args.minutes)] if args.minutes else []
+    if not given and not args.quick:
+        raise ValueError("give --tokens or --minutes: how much each arm trains.")
+    return given or [Budget(tokens=QUICK_STEPS * settings_of(args).tokens_per_step)]

@@ -1,0 +1,1 @@
+"""Training steps of whole models, with each attention."""

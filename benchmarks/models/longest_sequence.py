@@ -1,0 +1,170 @@
+"""The longest sequence that a step fits into memory with: which lengths are tried, and what they say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from ds_sparse.bench.machine import GIB
+from ds_sparse.bench.reasons import took_too_long
+
+CaseT = TypeVar("CaseT")
+RowT = TypeVar("RowT")
+
+WITHIN = 1 / 16
+"""Part of the longest length by which the shortest that does not fit is longer, at most."""
+
+LENGTHS = 1024
+"""Lengths are multiples of this."""
+
+SPARED = 0.05
+"""Part of the memory that is not aimed at, and as much again after each length that did not fit."""
+
+
+@dataclass
+class Bracket:
+    """What is known of the longest length.
+
+    Attributes:
+        room: GiB of a GPU.
+        fitted: GiB at the highest by length.
+        failed: lengths that did not fit.
+        first: the length to begin with where none is known; None where nothing is to be tried then.
+    """
+
+    room: float
+    fitted: dict[int, float] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)
+    first: int | None = None
+
+    @classmethod
+    def of(cls, device: torch.device, first: int | None = None) -> Bracket:
+        """Of a GPU, with nothing known."""
+        return cls(torch.cuda.get_device_properties(device).total_memory / GIB, first=first)
+
+    def add(self, seq_len: int, peak_gib: float | None) -> None:
+        """A length with its GiB at the highest, or None where it did not fit."""
+        if peak_gib is not None:
+            self.fitted[seq_len] = peak_gib
+        else:
+            self.failed.append(seq_len)
+
+    def next_length(self) -> int | None:
+        """What to try next: where a line through the two longest meets the memory, else twice the longest, or the
+        middle. None where the longest is known, or nothing fits."""
+        if not self.fitted:
+            return self._shorter()
+        longest, failed = max(self.fitted), min(self.failed, default=None)
+        if is_near(longest, failed):
+            return None
+        least = longest * (1 + WITHIN) + LENGTHS
+        most = 4 * longest if failed is None else failed / (1 + WITHIN)
+        aimed = min(max(self._aimed(), least), most) if least < most else (longest + most * (1 + WITHIN)) / 2
+        return int(aimed) // LENGTHS * LENGTHS
+
+    def _shorter(self) -> int | None:
+        if self.first is None or not self.failed:
+            return self.first
+        half = min(self.failed) // 2 // LENGTHS * LENGTHS
+        return half or None
+
+    def _aimed(self) -> float:
+        longest = max(self.fitted)
+        if len(self.fitted) > 1:
+            before = sorted(self.fitted)[-2]
+            a_token = (self.fitted[longest] - self.fitted[before]) / (longest - before)
+            room = self.room * (1 - SPARED * (1 + len(self.failed)))
+            if a_token > 0:
+                return longest + (room - self.fitted[longest]) / a_token
+        return (longest + min(self.failed)) / 2 if self.failed else 2 * longest
+
+
+def require_gpu(device: torch.device) -> None:
+    """Raises ValueError where no memory could be filled."""
+    if device.type == "cpu":
+        raise ValueError("--longest: a CPU's memory is not filled by trying; measure on a GPU, with --device cuda.")
+
+
+def tries(
+    bracket: Bracket, attempt: Callable[[int, float], tuple[CaseT, RowT]], seconds: float
+) -> Iterator[tuple[CaseT, RowT]]:
+    """Looks for the longest sequence; no try begins after so many seconds, or after one that took too long.
+
+    Args:
+        bracket: what is known, from which the search sets out.
+        attempt: `attempt(seq_len, left)`, a case of that length and its row, with `left` of the seconds.
+    """
+    begin = time.monotonic()
+    while (length := bracket.next_length()) is not None and (left := begin + seconds - time.monotonic()) > 0:
+        case, row = attempt(length, left)
+        yield case, row
+        about: Any = row
+        if took_too_long(about.reason):
+            return
+        bracket.add(length, about.peak_gib)
+
+
+def is_near(longest: int, failed: int | None) -> bool:
+    """Whether no length between one that fits and one that does not is to be tried."""
+    return failed is not None and failed <= longest * (1 + WITHIN) + LENGTHS
+
+
+class Longest(NamedTuple, Generic[CaseT, RowT]):
+    """The longest sequence that fits, and the shortest that does not; None where none was found that does not."""
+
+    case: CaseT
+    row: RowT
+    failed: int | None
+
+    @property
+    def is_known(self) -> bool:
+        """False where longer ones were left to try."""
+        about: Any = self.case
+        return is_near(about.seq_len, self.failed)
+
+    @property
+    def at_least(self) -> str:
+        """What stands before its length, and before all that follows from it."""
+        return "" if self.is_known else "at least "
+
+    @property
+    def tokens(self) -> str:
+        about: Any = self.case
+        return f"{self.at_least}{about.seq_len:,}"
+
+    @property
+    def said(self) -> str:
+        """The length in words, with how the search ended."""
+        ended = "" if self.is_known else ", where the search's time was over"
+        return f"{self.tokens} tokens{ended}" + ("" if self.failed is None else f"; {self.failed:,} do not fit")
+
+
+def of_any_length(case: CaseT) -> CaseT:
+    """What cases share that differ in length alone."""
+    any_case: Any = case
+    return replace(any_case, seq_len=0)
+
+
+def alike(
+    seen: Iterable[tuple[CaseT, RowT]], key: Callable[[RowT], Any]
+) -> dict[tuple[CaseT, Any], list[tuple[CaseT, RowT]]]:
+    """Cases that differ in length alone, with rows of the same key, by what they share."""
+    groups: dict[tuple[CaseT, Any], list[tuple[CaseT, RowT]]] = {}
+    for case, row in seen:
+        groups.setdefault((of_any_length(case), key(row)), []).append((case, row))
+    return groups
+
+
+def longest(tried: Iterable[tuple[CaseT, RowT]]) -> Longest[CaseT, RowT] | None:
+    """Of cases that differ in length alone; None where nothing fitted."""
+    pairs: list[tuple[Any, Any]] = list(tried)
+    fitted = [(case, row) for case, row in pairs if not row.reason]
+    if not fitted:
+        return None
+    failed = [case.seq_len for case, row in pairs if row.reason and not took_too_long(row.reason)]
+    case, row = max(fitted, key=lambda one: one[0].seq_len)
+    return Longest(case, row, min(failed, default=None))

@@ -1,0 +1,141 @@
+"""Packages that compute a case of `ds_sparse bench attention` or `packed` and are not torch's, and a learner's loop for
+`tokens`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.plain_loop import plain_loop
+from ds_sparse.bench import packed_peers, peers, tokens
+from ds_sparse.bench.peers import Peer, Problem, lists
+from ds_sparse.bench.reasons import Unsupported
+
+LOOP = "C++ loop"
+
+
+def flash_attention_4(problem: Problem) -> Peer:
+    """`flash-attn-4`: lists of blocks in which every score is live, by rows, and by columns for the backward."""
+    block = problem.case.block
+    if block not in (64, 128):
+        raise Unsupported("blocks of 64 and 128 only")
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    def tensors(layout: Tensor) -> Any:
+        counts, columns = lists(layout)
+        return BlockSparseTensorsTorch(
+            mask_block_cnt=torch.zeros_like(counts)[None],
+            mask_block_idx=torch.zeros_like(columns)[None],
+            full_block_cnt=counts[None],
+            full_block_idx=columns[None],
+            block_size=(block, block),
+        )
+
+    by_rows, by_columns = tensors(problem.layout), tensors(problem.layout.transpose(1, 2))
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        output, _ = flash_attn_func(
+            query, key, value, block_sparse_tensors=by_rows, block_sparse_tensors_bwd=by_columns
+        )
+        return output.transpose(1, 2)
+
+    return Peer(call, no_backward="" if block == 128 else "backward of blocks of 128 only", tokens_first=True)
+
+
+def flash_attention_4_dense(problem: Problem) -> Peer:
+    from flash_attn.cute import flash_attn_func
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output, _ = flash_attn_func(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        return output.transpose(1, 2)
+
+    return Peer(call, dense=True, tokens_first=True)
+
+
+def cudnn_frontend(problem: Problem) -> Peer:
+    """`nvidia-cudnn-frontend`: the lists of each sequence and head."""
+    case = problem.case
+    if case.block not in (64, 128):
+        raise Unsupported("blocks of 64 and 128 only")
+    from cudnn.block_sparse_attention import block_sparse_attention_backward, block_sparse_attention_forward
+
+    counts, columns = lists_of_each_head(problem)
+    arguments = {"q2k_block_index": columns, "q2k_block_nums": counts, "sparse_block_size": case.block}
+    some_empty = bool((counts == 0).any())
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            output, lse = block_sparse_attention_forward(
+                query.detach(), key.detach(), value.detach(), allow_empty_block_nums=some_empty, **arguments
+            )
+            ctx.save_for_backward(query, key, value, output, lse)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            query, key, value, output, lse = (x.detach() for x in ctx.saved_tensors)
+            return tuple(block_sparse_attention_backward(grad, query, key, value, output, lse, **arguments))
+
+    if case.head_dim != 128:
+        missing = "backward of D 128 only"
+    else:
+        missing = "" if problem.dtype == torch.bfloat16 else "backward of bf16 only"
+    return Peer(Attention.apply, no_backward=missing)
+
+
+def video_sparse_attention(problem: Problem) -> Peer:
+    """`fastvideo-kernel`: the lists of each sequence and head."""
+    case = problem.case
+    if case.block != 64:
+        raise Unsupported("blocks of 64 only")
+    if problem.dtype != torch.bfloat16:
+        raise Unsupported("bf16 only")
+    from fastvideo_kernel import block_sparse_attn_from_indices
+
+    counts, columns = lists_of_each_head(problem)
+    sizes = torch.full((problem.layout.shape[2],), case.block, dtype=torch.int32, device=problem.layout.device)
+    return Peer(lambda query, key, value: block_sparse_attn_from_indices(query, key, value, columns, counts, sizes)[0])
+
+
+def lists_of_each_head(problem: Problem) -> tuple[Tensor, ...]:
+    """`lists` with a copy for each sequence and head: int32 (B, H, R) and (B, H, R, width)."""
+    batch, heads = problem.case.batch, problem.case.heads
+    return tuple(x.expand(batch, heads, *x.shape[1:]).contiguous() for x in lists(problem.layout))
+
+
+def flash_attention_4_packed(problem: packed_peers.Problem) -> packed_peers.Peer:
+    """`flash-attn-4` on packed documents: with its own windows, or every document dense."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    case = problem.case
+    window = (case.size, 0 if case.causal else case.size) if case.is_window else (None, None)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output: Any = flash_attn_varlen_func(
+            *(x[0].transpose(0, 1) for x in (query, key, value)), cu_seqlens_q=problem.cu_seqlens,
+            cu_seqlens_k=problem.cu_seqlens, max_seqlen_q=problem.longest, max_seqlen_k=problem.longest,
+            causal=case.causal and not case.is_window, window_size=window,
+        )  # fmt: skip
+        return (output[0] if isinstance(output, tuple) else output).transpose(0, 1)[None]
+
+    return packed_peers.Peer(call, arranged=packed_peers.tokens_first, dense=not case.is_window)
+
+
+def register() -> None:
+    """Adds these to the peers of torch, and those that measure what ours does to what a GPU runs by default."""
+    peers.PEERS |= {
+        "fa4": flash_attention_4,
+        "fa4-dense": flash_attention_4_dense,
+        "cudnn-frontend": cudnn_frontend,
+        "vsa": video_sparse_attention,
+    }
+    peers.ON_CUDA += ["fa4", "cudnn-frontend", "vsa"]
+    peers.PACKAGES += ["flash-attn-4", "nvidia-cudnn-frontend", "fastvideo-kernel"]
+    packed_peers.PEERS["fa4-varlen"] = flash_attention_4_packed
+    packed_peers.ON_CUDA.insert(packed_peers.ON_CUDA.index("varlen") + 1, "fa4-varlen")
+    tokens.STEPS[LOOP] = tokens.Step(lambda problem: plain_loop(problem.index), no_backward="forward only")

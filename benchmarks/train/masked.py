@@ -1,0 +1,112 @@
+"""Masked-language modelling on pieces of documents: which are trained on when, and which of their tokens are masked.
+
+A document's piece is a row of tokens. A model with shorter sequences has it in parts, so that all see the same tokens,
+masked at the same places, in the same order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ds_sparse.plan.bert_steps import Batch, loss_of
+
+from .experiment import Task
+from .frequencies import unigram_cross_entropy
+
+MASKED = 0.15
+"""Part of the tokens."""
+
+
+class Rows:
+    """Which pieces each step trains on: all, in an order of each epoch's own.
+
+    Args:
+        rows: how many pieces there are, at least a step's.
+    """
+
+    def __init__(self, rows: int, per_step: int, seed: int) -> None:
+        self.rows, self.per_step, self.seed = rows, per_step, seed
+        self._order = lru_cache(maxsize=1)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(rows))
+
+    def of(self, step: int) -> np.ndarray:
+        """Their numbers; what is left at an epoch's end is not seen in it."""
+        epoch, place = divmod(step, self.rows // self.per_step)
+        return self._order(epoch)[place * self.per_step :][: self.per_step]
+
+
+def masked_places(shape: tuple[int, ...], *seed: int) -> np.ndarray:
+    """bool, the same of a seed."""
+    return np.random.default_rng(seed).random(shape) < MASKED
+
+
+def make_batch(tokens: np.ndarray, masked: np.ndarray, mask_token: int, length: int) -> Batch:
+    """Sequences of a length, (B, length), of pieces and masked places, (N, T) each."""
+    right = torch.from_numpy(tokens.astype(np.int64))
+    places = torch.from_numpy(masked)
+    labels = right.masked_fill(~places, -100).view(-1, length)
+    labelled = places.flatten().nonzero()[:, 0]
+    return Batch(right.masked_fill(places, mask_token).view(-1, length), labels, labelled)
+
+
+class MaskedTask(Task):
+    """Args:
+    model: of Transformers, with a head for masked tokens.
+    length: of its sequences; it divides the pieces'.
+    train, held_out: integers (N, T) each, with at least as many rows as a step has.
+    frequencies: of the tokens of `train`, by `log_frequencies`.
+    mask_token: what stands for a masked one.
+    """
+
+    asked = "masked tokens"
+
+    def __init__(
+        self,
+        model: Any,
+        length: int,
+        train: np.ndarray,
+        held_out: np.ndarray,
+        frequencies: Tensor,
+        mask_token: int,
+        tokens_per_step: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.model: Any = model
+        self.length, self.device, self.seed = length, device, seed
+        self.tokens, self.held_out, self.mask_token = train, held_out, mask_token
+        self.frequencies, self.tokens_per_step = frequencies, tokens_per_step
+        self.rows = Rows(len(train), tokens_per_step // train.shape[1], seed)
+        self.held_out_masked = masked_places(held_out.shape, 0)
+
+    def loss(self, step: int) -> Tensor:
+        tokens = self.tokens[self.rows.of(step)]
+        data = make_batch(tokens, masked_places(tokens.shape, self.seed, step), self.mask_token, self.length)
+        on_cuda = self.device.type == "cuda"
+        return loss_of(self.model, (data.pinned() if on_cuda else data).to(self.device), predicts_all=False)
+
+    def evaluate(self) -> float:
+        return self.predictions()[0].mean().item()
+
+    def unigram(self) -> float:
+        return unigram_cross_entropy(self.frequencies, self.held_out[self.held_out_masked])
+
+    def predictions(self) -> tuple[Tensor, Tensor]:
+        """Of each masked token of what is held out, in its order: the loss, fp32, and whether the likeliest token is
+        the right one."""
+        losses, right = [], []
+        for first in range(0, len(self.held_out), self.rows.per_step):
+            some = slice(first, first + self.rows.per_step)
+            data = make_batch(self.held_out[some], self.held_out_masked[some], self.mask_token, self.length)
+            data = data.to(self.device)
+            hidden = self.model.base_model(input_ids=data.tokens).last_hidden_state.flatten(0, 1)
+            logits = self.model.cls(hidden[data.labelled]).float()
+            labels = data.labels.flatten()[data.labelled]
+            losses.append(cross_entropy(logits, labels, reduction="none").cpu())
+            right.append((logits.argmax(1) == labels).cpu())
+        return torch.cat(losses), torch.cat(right)

@@ -1,0 +1,142 @@
+"""The model of an arm: Transformers' BERT, dense or made sparse as a user makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models.bert import require_layout
+from ds_sparse.bench.cases import DENSE_IN_BERT, STRUCTURES_IN_BERT
+from ds_sparse.extras import optional_imports
+from ds_sparse.models.sparsify import sparsify
+from ds_sparse.sparsity import SparsityConfig
+
+from .neighbours import add_neighbours
+from .results import DENSE
+from .settings import MODELS, Settings
+
+with optional_imports():
+    from transformers import BertConfig, BertForMaskedLM
+
+LARGE_BLOCK = {
+    "bigbird": "bigbird-64",
+    "bslongformer": "longformer-64",
+    "fixed": "fixed-default-64",
+    "variable": "variable-default-64",
+    "local_sliding_window": "local_sliding_window-default-64",
+}
+"""Modes to what is trained of them, by the names of `ds_sparse bench bert`."""
+
+SMALL_BLOCK = {mode: f"{mode}-default-16" for mode in LARGE_BLOCK}
+"""The same where all is small."""
+
+ATTENTIONS = (DENSE, *LARGE_BLOCK)
+
+SHORT, QUICK_SHORT = 512, 64
+"""Tokens of the dense sequences that longer ones are compared with, or are continued from."""
+
+
+def short_of(settings: Settings) -> int:
+    return QUICK_SHORT if settings.quick else SHORT
+
+
+def default_arms(settings: Settings) -> list[str]:
+    """Those that decide most."""
+    short, long = short_of(settings), settings.document_tokens
+    return [f"{DENSE}-{short}", f"{DENSE}-{long}", f"bigbird-{long}", f"bslongformer-{long}"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What an arm's name says: an attention, of `ATTENTIONS`, and the tokens of a sequence."""
+
+    kind: str
+    length: int
+
+
+def attention_of(arm: str) -> Attention | None:
+    """Of a name such as bigbird-4096; None of another."""
+    kind, _, length = arm.rpartition("-")
+    return Attention(kind, int(length)) if kind in ATTENTIONS and length.isdecimal() and int(length) else None
+
+
+def require_attention(name: str, settings: Settings, known: str) -> None:
+    """Raises ValueError where a name is none of an attention, with what is known in words, where its sequences do not
+    divide pieces of documents, or where they are too short for its structure."""
+    attention = attention_of(name)
+    if attention is None:
+        raise ValueError(f"--arms {name}: is no arm of {settings.experiment}; give {known}.")
+    if settings.document_tokens % attention.length:
+        raise ValueError(
+            f"--arms {name}: sequences of {attention.length} tokens do not divide documents of "
+            f"{settings.document_tokens}; give --document-tokens a multiple."
+        )
+    if attention.kind != DENSE:
+        require_layout(structure_name(attention.kind, settings), attention.length)
+
+
+def structure_name(kind: str, settings: Settings) -> str:
+    """Of `STRUCTURES_IN_BERT`."""
+    return (SMALL_BLOCK if settings.quick else LARGE_BLOCK)[kind]
+
+
+def structure_of(kind: str, settings: Settings) -> SparsityConfig:
+    make: Callable[[int], SparsityConfig] = STRUCTURES_IN_BERT[structure_name(kind, settings)]
+    return make(MODELS[settings.model]["num_attention_heads"])
+
+
+def make_bert(
+    attention: Attention, settings: Settings, frequencies: Tensor, seed: int, device: torch.device
+) -> BertForMaskedLM:
+    """With new weights in fp32, the same of a seed, its embeddings with `Neighbours`, and without dropout: no text is
+    seen often. It begins with the frequencies of its tokens, as `log_frequencies` gives them."""
+    config = BertConfig(
+        **MODELS[settings.model],
+        vocab_size=len(frequencies),
+        max_position_embeddings=attention.length,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return make_model(BertForMaskedLM, config, attention, settings, frequencies, seed, device)
+
+
+def make_model(
+    kind: Any,
+    config: Any,
+    attention: Attention,
+    settings: Settings,
+    frequencies: Tensor,
+    seed: int,
+    device: torch.device,
+) -> Any:
+    """A model of Transformers, of this kind and config, with an attention, `Neighbours` and the frequencies of its
+    tokens."""
+    torch.manual_seed(seed)
+    model = kind(config)
+    add_neighbours(model)
+    give_frequencies(model.get_output_embeddings(), frequencies)
+    model.to(device)
+    give_attention(model, attention.kind, settings)
+    return model
+
+
+def give_frequencies(last: nn.Linear, frequencies: Tensor) -> None:
+    """To a new model, as the bias of its last layer.
+
+    Without, the first hundred steps learn them by turning the vectors of all tokens the same way, and layers that
+    normalise what they add keep nothing that differs: a BERT of six layers can stay there.
+    """
+    with torch.no_grad():
+        last.bias.copy_(frequencies)
+
+
+def give_attention(model: Any, kind: str, settings: Settings) -> None:
+    """Dense attention is PyTorch's."""
+    if kind == DENSE:
+        model.set_attn_implementation(DENSE_IN_BERT)
+    else:
+        sparsify(model, structure_of(kind, settings))

@@ -1,0 +1,237 @@
+"""Results of `ds_sparse bench train`: their tables, and their rows in the JSON. Reading them takes no Transformers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ds_sparse.bench.runs import rows_by_case
+
+from .settings import Budget, Job, Settings
+
+DENSE = "dense"
+"""What names of arms with dense attention begin with; all end with the length of their sequences."""
+
+LEAST_GAIN = 0.05
+"""Of the unigram cross-entropy, which a held-out loss has to be below it. Models that learned nothing but frequencies
+came to 1 %, the first that learned more to 23 %."""
+
+
+@dataclass(frozen=True)
+class Case(Settings):
+    """One arm with one seed; `minutes` or `tokens` is its budget, the other 0."""
+
+    arm: str = ""
+    seed: int = 0
+    minutes: float = 0.0
+    tokens: int = 0
+
+    @property
+    def job(self) -> Job:
+        return Job(self.arm, self.seed, Budget(self.minutes, self.tokens))
+
+
+def case_of(settings: Settings, job: Job) -> Case:
+    return Case(**asdict(settings), arm=job.arm, seed=job.seed, **asdict(job.budget))
+
+
+@dataclass(frozen=True)
+class Point:
+    """The held-out loss after so much training.
+
+    Attributes:
+        asked: what the loss is of, which differs between the phases of an arm; "" in runs that do not say it.
+    """
+
+    seconds: float
+    tokens: int
+    held_out: float
+    asked: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a job gave; numbers are None where it gave none, and `reason` says why.
+
+    Attributes:
+        milliseconds: of a training step, the mean of all.
+        held_out: the held-out loss at the end, nats.
+        unigram: the same of what knows nothing but the frequencies of labels in training.
+        curve: on the way there; seconds are those of training steps alone, without what is compiled before the first,
+            and without evaluation.
+        wall_seconds: with all of that, of each process that trained it.
+        measures: what else the experiment says of the trained model.
+        weights: SHA-256 of the trained weights.
+        commits: of ds_sparse, in the order in which they trained it.
+    """
+
+    milliseconds: float | None = None
+    held_out: float | None = None
+    unigram: float | None = None
+    curve: list[Point] = field(default_factory=list)
+    wall_seconds: float = 0.0
+    tokens_per_second: float | None = None
+    measures: dict[str, float] = field(default_factory=dict)
+    parameters: int = 0
+    weights: str = ""
+    machine: str = ""
+    commits: list[str] = field(default_factory=list)
+    date: str = ""
+    reason: str = ""
+
+    @property
+    def warning(self) -> str:
+        """Why there is nothing to compare; "" where there is."""
+        if self.reason or self.held_out < (1 - LEAST_GAIN) * self.unigram:
+            return ""
+        return (
+            f"this job did not leave the unigram cross-entropy of {self.unigram:.4f}: its comparison says nothing; "
+            "train it for longer, or with another --learning-rate"
+        )
+
+
+Result = tuple[Case, Row]
+"""A job, trained."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The rows of an arm by seed, for one budget."""
+
+    name: str
+    by_seed: Mapping[int, Row]
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self.by_seed.values())
+
+    @property
+    def is_dense(self) -> bool:
+        return self.name.startswith(f"{DENSE}-")
+
+    @property
+    def length(self) -> int:
+        """Tokens of its sequences."""
+        return length_of(self.name)
+
+    @property
+    def held_out(self) -> float:
+        return statistics.mean(row.held_out for row in self.rows)
+
+    def over(self, other: Arm | None) -> float | None:
+        """The held-out loss over another arm's, of the seeds that both have; None without any."""
+        seeds = self.by_seed.keys() & other.by_seed.keys() if other else ()
+        if not seeds:
+            return None
+        ours, theirs = (sum(arm.by_seed[seed].held_out for seed in seeds) for arm in (self, other))
+        return ours / theirs
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over seeds."""
+        return statistics.stdev(row.held_out for row in self.rows) if len(self.rows) > 1 else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return statistics.mean(row.tokens_per_second for row in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return round(statistics.mean(row.curve[-1].tokens for row in self.rows))
+
+    @property
+    def seconds(self) -> float:
+        return statistics.mean(row.curve[-1].seconds for row in self.rows)
+
+    @property
+    def measures(self) -> dict[str, float]:
+        return {name: statistics.mean(row.measures[name] for row in self.rows) for name in self.rows[0].measures}
+
+
+def length_of(arm: str) -> int:
+    return int(arm.rpartition("-")[2])
+
+
+def arms_by_case(results: Iterable[Result]) -> dict[Case, list[Arm]]:
+    """What can be compared: jobs that differ in arm and seed alone."""
+    groups: dict[Case, dict[str, dict[int, Row]]] = {}
+    for case, row in results:
+        if not row.reason:
+            groups.setdefault(replace(case, arm="", seed=0), {}).setdefault(case.arm, {})[case.seed] = row
+    return {case: [Arm(name, rows) for name, rows in arms.items()] for case, arms in groups.items()}
+
+
+def dense_for(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
+    """What an arm is compared with: a structure with dense attention at its length, all else with that at the greatest
+    there is."""
+    dense = [other for other in arms if other.is_dense]
+    same = [other for other in dense if other.length == arm.length and not arm.is_dense]
+    return same[0] if same else max(dense, key=lambda other: other.length, default=None)
+
+
+def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
+    """What is printed: a line a job, as they come, and a table of what can be compared at the end."""
+    seen = []
+    for case, row in results:
+        seen.append((case, row))
+        yield [line_of(case, row)]
+    for case, arms in arms_by_case(seen).items():
+        yield table(case, arms)
+
+
+def line_of(case: Case, row: Row) -> str:
+    if row.reason:
+        return f"{case.job}: {row.reason}"
+    last = row.curve[-1]
+    return (
+        f"{case.job}: held-out loss {row.held_out:.4f} after {last.seconds:.1f} s and {last.tokens:,} tokens, "
+        f"{row.milliseconds:.1f} ms a step{''.join(f', {name} {value:.4g}' for name, value in row.measures.items())}"
+        f"{row.warning and f'; {row.warning}'}"
+    )
+
+
+def table(case: Case, arms: Sequence[Arm]) -> Iterator[str]:
+    """Lines: the held-out loss of each arm, the mean over its seeds, and over that of dense attention with the same
+    ones."""
+    yield f"{case.experiment}, {settings_of(case)}, {case.job.budget} an arm; means over seeds"
+    yield (
+        f"{'':28} {'seeds':>5} {'held-out':>9} {'+-':>7} {'x dense':>8} {'seconds':>8} {'tokens':>13} {'tokens/s':>10}"
+    )
+    for arm in arms:
+        over = arm.over(dense_for(arm, arms))
+        ratio = "-" if over is None else f"{over:.4f}"
+        spread = "-" if arm.spread is None else f"{arm.spread:.4f}"
+        yield (
+            f"{arm.name:28} {len(arm.rows):>5} {arm.held_out:9.4f} {spread:>7} {ratio:>8} {arm.seconds:8.1f} "
+            f"{arm.tokens:13,} {arm.tokens_per_second:10,.0f}"
+        )
+    for name in dict.fromkeys(name for arm in arms for name in arm.measures):
+        values = (f"{arm.name} {arm.measures[name]:.4g}" for arm in arms if name in arm.measures)
+        yield f"{name}: {', '.join(values)}"
+    for arm in arms:
+        if stayed := sum(bool(row.warning) for row in arm.rows):
+            yield f"{arm.name}: {stayed} of {len(arm.rows)} jobs did not leave the unigram cross-entropy"
+
+
+def settings_of(case: Case) -> str:
+    return (
+        f"BERT-{case.model}, {case.dtype}, {case.tokens_per_step:,} tokens a step, documents of "
+        f"{case.document_tokens:,} tokens"
+    )
+
+
+def record(result: Result) -> list[dict[str, Any]]:
+    """The row with its case, flat, as it goes into the JSON."""
+    case, row = result
+    return [asdict(case) | asdict(row)]
+
+
+def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
+    """The results whose `record` these are.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    return [(case, row) for case, of_case in rows_by_case(Case, Row, rows) for row in of_case]

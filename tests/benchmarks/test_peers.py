@@ -1,0 +1,91 @@
+"""Peers that other packages bring: what they do not take, and that they are called as they want."""
+
+import shutil
+import sys
+import types
+
+import pytest
+import torch
+
+from benchmarks.peers import LOOP, lists_of_each_head
+from benchmarks.program import register
+from ds_sparse.bench import packed, packed_peers, peers, tokens
+from ds_sparse.bench.cases import Case
+from ds_sparse.bench.machine import FORWARD, TRAIN
+from ds_sparse.bench.packed_cases import Case as PackedCase
+from ds_sparse.bench.verification import random_tensors
+
+register()
+CPU = torch.device("cpu")
+CASES = [
+    PackedCase("", 100, structure, size, causal, 300, 2, 16)
+    for structure, size, causal in (("window", 8, False), ("window", 8, True), ("bigbird", 16, True))
+]
+
+
+def test_each_sequence_and_head_gets_the_lists_of_a_shared_layout():
+    case = Case("toy", "random", block=16, batch=2, heads=3, seq_len=128, head_dim=16, options={"density": 0.4})
+    shared = peers.Problem(case, case.layout()[:1], torch.float32)
+    counts, columns = lists_of_each_head(shared)
+    assert counts.shape == (2, 3, 8) and columns.shape[:3] == (2, 3, 8)
+    assert counts.is_contiguous() and columns.is_contiguous()
+    assert (counts == shared.layout.sum(2)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "reason"),
+    [
+        ("fa4", 32, "blocks of 64 and 128 only"),
+        ("cudnn-frontend", 16, "blocks of 64 and 128 only"),
+        ("vsa", 128, "blocks of 64 only"),
+        ("vsa", 64, "bf16 only"),
+    ],
+)
+def test_what_a_peer_does_not_take(name, block, reason):
+    case = Case("toy", "random", block, 1, 1, 256, 16, {"density": 0.5})
+    with pytest.raises(peers.Unsupported, match=reason):
+        peers.PEERS[name](peers.Problem(case, case.layout(), torch.float32))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.structure for case in CASES])
+def test_flash_attention_4_is_called_as_it_wants_for_documents(monkeypatch, case):
+    """A stand-in computes what FlashAttention would with these arguments."""
+    called = []
+
+    def attend(query, key, value, edges, window, causal):
+        called.append(window)
+        outputs = []
+        for first, end in zip(edges[:-1].tolist(), edges[1:].tolist()):
+            place = torch.arange(end - first)
+            far = place - place[:, None]
+            left, right = (end if reach in (None, -1) else reach for reach in window)
+            live = (far >= -left) & (far <= right) & ((far <= 0) if causal else True)
+            q, k, v = (x[first:end].transpose(0, 1) for x in (query, key, value))
+            outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=live).transpose(0, 1))
+        return torch.cat(outputs)
+
+    def fa4(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size):
+        assert cu_seqlens_q.dtype == torch.int32 and max_seqlen_q == max_seqlen_k == max(case.lengths)
+        return attend(q, k, v, cu_seqlens_q, window_size, causal), None
+
+    modules = {
+        "flash_attn": types.ModuleType("flash_attn"),
+        "flash_attn.cute": types.SimpleNamespace(flash_attn_varlen_func=fa4),
+    }
+    for module, stand_in in modules.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    problem = packed_peers.Problem(case, CPU)
+    *inputs, grad = random_tensors(4, (1, 2, case.tokens, 16), torch.float32, CPU)
+    references = packed.References(problem, inputs, grad)
+    peer = packed_peers.PEERS["fa4-varlen"](problem)
+    packed.verify(peer, references)
+    assert called and peer.dense == (not case.is_window)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+def test_a_learners_loop_is_right_and_timed_forward():
+    case = tokens.Case(seq_len=96, d_model=32, heads=2, sparsity=0.9)
+    rows = tokens.run_case(case, [tokens.OURS, LOOP], CPU, repeats=3, seconds=60).rows
+    loop = {row.direction: row for row in rows if row.step == LOOP}
+    assert loop[FORWARD].milliseconds > 0 and not loop[FORWARD].reason
+    assert loop[TRAIN].reason == "forward only"
