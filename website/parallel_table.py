@@ -11,23 +11,22 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.models.sequence_results import Case
 from ds_sparse.bench.markdown import Table
 from ds_sparse.plan.advice import advise, largest_batch
-from ds_sparse.plan.committed import MEMORY_GIB, committed_rates
 from ds_sparse.plan.communication import NODE
-from ds_sparse.plan.rates import Rates, walk_in_bert
-from ds_sparse.plan.sequence_steps import model_of
+from ds_sparse.plan.fitting import walk_in_bert
+from ds_sparse.plan.layers import Walk
+from ds_sparse.plan.model import NAMED
+from ds_sparse.plan.rates import MEMORY_GIB, Rates, committed_rates
 from ds_sparse.plan.settings import BUCKET, Settings
 from ds_sparse.plan.step import step_of
-from ds_sparse.plan.walk import Walk
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "sequence-parallel.md"
 
 LENGTHS = (2**14, 2**16, 2**18, 2**20)
 RANKS = (1, 2, 4, 8)
 STRUCTURE = "bigbird-64"
-MODEL = model_of(Case(0, STRUCTURE, "bf16", "cuda", 2))
+MODEL = replace(NAMED["bert-base"], family="bing_bert", dropout=0.0, attention_dropout=0.0)
 
 TOKENS = 131072
 """Of a rank in a forward pass, at least: it has several sequences where they are short."""

@@ -8,14 +8,23 @@ It writes ds_sparse/plan/h200.json, and the tables of docs/plan.md between the c
 
 from pathlib import Path
 
+from benchmarks.plan.committed import (
+    ATTENTION,
+    BERT,
+    SEQUENCE,
+    TRAINING,
+    TrainingStep,
+    committed,
+    committed_rates,
+    training_steps,
+    written,
+)
+from benchmarks.plan.proof import Compared, compared, compared_on_several
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table
-from ds_sparse.plan.committed import FILE, written
+from ds_sparse.plan.fitting import Results
 from ds_sparse.plan.limits import TOKENS_OF_A_RANK
-from ds_sparse.plan.proof import Compared, compared, compared_on_several
-from ds_sparse.plan.rates import Rates
-from ds_sparse.plan.results import ATTENTION, BERT, SEQUENCE, TRAINING, Results, committed
-from ds_sparse.plan.training import complete_rates
+from ds_sparse.plan.rates import FILE, Rates
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "plan.md"
 
@@ -66,8 +75,8 @@ def sources(results: Results) -> str:
     )
 
 
-def with_table(page: str, results: Results, rates: Rates) -> str:
-    rows = list(compared(results, rates))
+def with_table(page: str, results: Results, steps: list[TrainingStep], rates: Rates) -> str:
+    rows = list(compared(results, steps, rates))
     made = {
         "measured": f"{table(rows)}\n\n{said(rows)}\n\n{sources(results)}",
         "measured on several": on_several(list(compared_on_several(results, rates))),
@@ -79,10 +88,10 @@ def with_table(page: str, results: Results, rates: Rates) -> str:
 
 
 def main() -> None:
-    results = committed()
-    rates = complete_rates(results)
+    results, steps = committed(), training_steps()
+    rates = committed_rates(results, steps)
     FILE.write_text(written(rates))
-    PAGE.write_text(with_table(PAGE.read_text(), results, rates))
+    PAGE.write_text(with_table(PAGE.read_text(), results, steps, rates))
 
 
 if __name__ == "__main__":

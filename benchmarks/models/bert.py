@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.models.bert_models import model_with
 from benchmarks.models.bert_results import Case, Result, Row
+from benchmarks.models.bert_steps import Batch, batch, loss_of, train_step, verify
 from ds_sparse.bench.cases import FLEX_IN_BERT, FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from ds_sparse.bench.reasons import NOT_TRIED, TOO_LONG, in_short, ran_out_of_memory
 from ds_sparse.bench.step_times import measure_steps
 from ds_sparse.modules.structured_attention import whole_blocks
-from ds_sparse.plan.bert_steps import Batch, batch, loss_of, train_step, verify
 
 
 def results(

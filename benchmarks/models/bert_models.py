@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.models import bert_steps
 from benchmarks.models.bert_results import MODELS, Case
 from benchmarks.models.no_attention import PROJECTIONS
 from ds_sparse.bench.cases import BIGBIRD_MODEL, FLEX_IN_BERT, FLOOR, IN_BERT, LONGFORMER_MODEL
@@ -16,7 +17,6 @@ from ds_sparse.bench.peers import FLEX_ON_CPU, FLEX_TILE, compiled_flex
 from ds_sparse.bench.reasons import Unsupported
 from ds_sparse.extras import optional_imports
 from ds_sparse.modules.structured_attention import whole_blocks
-from ds_sparse.plan import bert_steps
 
 with optional_imports():
     import transformers

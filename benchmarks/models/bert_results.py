@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.models.bert_cases import BASE, MODEL, Case, Result, Row, restore
 from benchmarks.models.longest_sequence import Longest, alike, longest
 from ds_sparse.bench.cases import DENSE_IN_BERT, FLOOR, NO_ATTENTION
 from ds_sparse.bench.machine import in_three_digits
-from ds_sparse.plan.bert_cases import BASE, MODEL, Case, Result, Row, restore
 
 __all__ = ["BASE", "LARGE", "MODELS", "Case", "Found", "Result", "Row", "record", "report", "restore"]
 

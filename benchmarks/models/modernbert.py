@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from benchmarks.models.bert_steps import LEAST_ERROR_ALLOWED, LOSS_SCALE
 from benchmarks.models.modernbert_results import OURS, OURS_PADDED, Case, Row
 from benchmarks.models.no_attention import PROJECTIONS
 from ds_sparse.bench.cases import FLOOR, IN_BERT
@@ -29,7 +30,6 @@ from ds_sparse.extras import optional_imports
 from ds_sparse.layout import to_token_mask
 from ds_sparse.models.sparsify import sparsify
 from ds_sparse.modules.structured_attention import whole_blocks
-from ds_sparse.plan.bert_steps import LEAST_ERROR_ALLOWED, LOSS_SCALE
 
 with optional_imports():
     import transformers

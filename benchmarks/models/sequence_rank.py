@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from benchmarks.models.bert_steps import Batch, batch
 from benchmarks.models.sequence_model import make_engine, make_model, saved
 from benchmarks.models.sequence_results import DATA, SEQUENCE, Case, Row
 from benchmarks.models.step_memory import MemoryMeter
@@ -22,7 +23,6 @@ from benchmarks.models.step_profile import optimizer_range, profile_of
 from ds_sparse.bench.machine import GIB
 from ds_sparse.extras import optional_imports
 from ds_sparse.integrations.deepspeed import init_distributed
-from ds_sparse.plan.bert_steps import Batch, batch
 
 with optional_imports():
     from deepspeed.utils import logger

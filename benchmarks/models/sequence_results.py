@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.models.longest_sequence import Longest, alike, longest
-from ds_sparse.bench.machine import in_three_digits
-from ds_sparse.plan.sequence_cases import (
+from benchmarks.models.sequence_cases import (
     ACTIVATIONS,
     ALONE,
     CHECKPOINTED,
@@ -24,6 +23,7 @@ from ds_sparse.plan.sequence_cases import (
     restore,
     sequences_of,
 )
+from ds_sparse.bench.machine import in_three_digits
 
 __all__ = [
     "ACTIVATIONS",

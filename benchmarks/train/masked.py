@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ds_sparse.plan.bert_steps import Batch, loss_of
+from benchmarks.models.bert_steps import Batch, loss_of
 
 from .experiment import Task
 from .frequencies import unigram_cross_entropy

@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..config import load_config
-    from ..plan.committed import committed_rates
     from ..plan.model import find_model
     from ..plan.plan import make_plan
+    from ..plan.rates import committed_rates
     from ..plan.settings import read_settings
     from ..plan.text import as_json, printed
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         rates = _rates(args, gpu)
         _require_dtype(settings.dtype, "fp32" if rates.itemsize == 4 else "bf16", rates.machine)
         made = plan(rates, args.seq, args.document_tokens, _memory(args, gpu, rates))
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, ImportError, OSError, MemoryError) as error:
         print(error, file=sys.stderr)
         return 1
     if block is None:
@@ -108,19 +108,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _measures(args: argparse.Namespace, gpu: Any) -> bool:
     """Whether rates are measured now; `gpu` has the properties of the GPU that is here, or is None."""
-    from ..plan.results import H200 as COMMITTED
+    from ..plan.rates import H200 as COMMITTED
 
     return not args.rates and (args.on == HERE or (args.on == AUTO and gpu is not None and gpu.name != COMMITTED))
 
 
 def _rates(args: argparse.Namespace, gpu: Any) -> Rates:
-    from ..plan.committed import committed_rates
-    from ..plan.results import H200 as COMMITTED
-    from ..plan.results import from_files
-    from ..plan.training import complete_rates
+    from ..plan.fitting import from_files, rates_of
+    from ..plan.rates import H200 as COMMITTED
+    from ..plan.rates import committed_rates
 
     if args.rates:
-        return complete_rates(from_files(args.rates))
+        return rates_of(from_files(args.rates))
     if _measures(args, gpu):
         from ..plan.measure import measured_rates
 
@@ -135,7 +134,7 @@ def _rates(args: argparse.Namespace, gpu: Any) -> Rates:
 
 def _memory(args: argparse.Namespace, gpu: Any, rates: Rates) -> float | None:
     """GiB of the GPU that the rates are of; None where they are not known."""
-    from ..plan.committed import MEMORY_GIB
+    from ..plan.rates import MEMORY_GIB
 
     if args.memory is not None:
         return args.memory

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .communication import crosses_nodes
+from .layers import Walked
 from .memory import fits
 from .model import Model
-from .rates import Rates, Walked
+from .rates import Rates
 from .settings import Settings
 from .step import Step, step_of
 

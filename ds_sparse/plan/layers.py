@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..block_sizes import rounded_up
 from ..config import mode_of, read_block
+from ..dispatch import HOPPER_TILE, TILE
+from ..index.packing import MAX_LINES
+from ..index.tile_plan import TilePlan
 from ..layout import causal_cut
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
+from ..sparsity.draws import random_numbers_kept
 from ..wording import reason
 from .model import Model
-from .walk import Walk
+
+FORWARD, BACKWARD = "forward", "backward"
+"""The directions of attention, by which `Walk` has its sides."""
 
 WINDOW_BLOCK = 64
 """Tokens on the side of the blocks that a model's own windows are counted in."""
@@ -25,8 +32,87 @@ WINDOW_BLOCK = 64
 MOST_BLOCKS = 2**28
 """Blocks of a layout, all its heads together, that are laid out to be walked."""
 
-
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Side:
+    """The tiles of a side, of one head, mean over heads.
+
+    Attributes:
+        computed: scores that are multiplied: each half of a tile leaves out the steps where it has nothing.
+        loaded: scores of whole tiles: what they bring from L2 goes by these.
+        entries: blocks in the lists of tiles.
+    """
+
+    computed: float
+    loaded: float
+    entries: float
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A layout as attention computes it.
+
+    Attributes:
+        seq_len: tokens, whole blocks.
+        live: scores of live blocks, mean over heads.
+        forward: tiles of block rows.
+        backward: tiles of block columns.
+    """
+
+    block: int
+    seq_len: int
+    live: float
+    forward: Side
+    backward: Side
+
+    @classmethod
+    def of(cls, layout: Tensor, block: int) -> Walk:
+        """The tiles of an index of this layout, as on a Hopper GPU.
+
+        Args:
+            layout: bool (H or 1, R, R).
+            block: tokens on a block's side.
+        """
+        live = torch.count_nonzero(layout).item() / len(layout) * block**2
+        # Blocks of a tile's height and more are lines of their own; of the smallest, a tile has as many as it may.
+        heights = [height for height in (TILE, HOPPER_TILE) if block < HOPPER_TILE and height <= MAX_LINES * block]
+        heights = heights or [HOPPER_TILE]
+        plan = TilePlan.make({FORWARD: layout, BACKWARD: layout.transpose(1, 2)}, block, *heights)
+        tall = -(-plan.lines[-1].shape[1] // max(1, heights[-1] // block))
+        found = {}
+        for number, way in enumerate((FORWARD, BACKWARD)):
+            lengths = plan.lengths[number::2].double()
+            entries = lengths[:, -tall:].sum().item() / len(lengths)
+            loaded = computed = entries * block * max(block, heights[-1])
+            if len(heights) > 1:
+                computed = lengths[:, :-tall].sum().item() / len(lengths) * block * max(block, TILE)
+            found[way] = Side(computed, loaded, entries)
+        return cls(block, layout.shape[1] * block, live, **found)
+
+    @property
+    def density(self) -> float:
+        return self.live / self.seq_len**2
+
+    @property
+    def computed(self) -> float:
+        """Part of all scores that is multiplied, mean of forward and backward."""
+        return (self.forward.computed + self.backward.computed) / (2 * self.seq_len**2)
+
+    @property
+    def loaded(self) -> float:
+        """Part of all scores that is in whole tiles, mean of forward and backward."""
+        return (self.forward.loaded + self.backward.loaded) / (2 * self.seq_len**2)
+
+    @property
+    def waste(self) -> float:
+        """Part of the scores multiplied that no live block has."""
+        return 1 - self.density / self.computed if self.live else 0.0
+
+
+Walked = Walk | None
+"""Tiles that a layer's attention walks; None is dense attention."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +148,14 @@ def kinds_of(block: Mapping[str, Any] | None, model: Model, source: str) -> list
     if block is None:
         return [Kind(tuple(range(model.layers)), None)]
     structures = read_block(block, model.heads, source=source, num_layers=model.layers).of_all(model.layers)
-    found: dict[tuple[int, int | None], Kind] = {}
+    alike: dict[tuple[int, int | None], list[int]] = {}
     for number, structure in enumerate(structures):
         window = model.windows[number] if model.windows else None
-        if window is not None:
-            structure = None
-        key = id(structure), window
-        before = found[key].layers if key in found else ()
-        found[key] = Kind((*before, number), structure, window)
-    return list(found.values())
+        alike.setdefault((id(structure if window is None else None), window), []).append(number)
+    return [
+        Kind(tuple(layers), structures[layers[0]] if window is None else None, window)
+        for (_, window), layers in alike.items()
+    ]
 
 
 def largest_block(kinds: Sequence[Kind]) -> int:
@@ -107,7 +192,7 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
     return live / rows.heads * structure.block**2
 
 
-def walk_of(kind: Kind, model: Model, seq_len: int) -> Walk | None:
+def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
     """What kernels walk in layers of a kind; None for dense attention.
 
     Raises:
@@ -143,13 +228,10 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walk | None:
 
 @contextmanager
 def _same_draws() -> Iterator[None]:
-    """Structures without a seed draw the same blocks each time; Python's random numbers stay as they are."""
-    state = random.getstate()
-    random.seed(0)
-    try:
+    """Structures without a seed draw the same blocks each time; random numbers outside stay as they are."""
+    with random_numbers_kept():
+        random.seed(0)
         yield
-    finally:
-        random.setstate(state)
 
 
 def layers_in_words(numbers: tuple[int, ...]) -> str:

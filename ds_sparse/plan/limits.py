@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from ..sparsity.declarations import declared_value
 from ..wording import listed
-from .bert_cases import TOKENS
 from .communication import ADAPTER_GBITS, NODE, crosses_nodes
 from .layers import Kind
 from .memory import LEFT_FREE
 from .model import Model
 from .rates import Rates
 from .settings import Settings, unknown_optimizer
+
+TOKENS_MEASURED = {2: 32768, 4: 2048}
+"""Tokens of a forward pass that rates come from, by the bytes of a number: 32 bits are those of a CPU."""
 
 TOKENS_OF_A_RANK = 65536
 """Of a forward pass on several GPUs: with fewer they wait for Python (docs/plan.md)."""
@@ -66,7 +68,7 @@ def _beyond(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
             f"{model.layers} layers of {model.hidden}; rates of products and kernels are those of {of.layers} layers "
             f"of {of.hidden}."
         )
-    tokens, least = settings.tokens(seq_len), min(TOKENS.values()) if rates.itemsize > 2 else TOKENS["cuda"]
+    tokens, least = settings.tokens(seq_len), TOKENS_MEASURED[rates.itemsize]
     if settings.gpus > 1:
         least = TOKENS_OF_A_RANK
     if tokens < least:

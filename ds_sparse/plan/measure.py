@@ -1,23 +1,28 @@
-"""The rates of this machine, measured on the spot by short runs."""
+"""The rates of this machine, measured on the spot by short runs: of attention, and of steps of BERT."""
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..bench.cases import DENSE_IN_BERT, NO_ATTENTION
-from ..bench.command import measure
-from ..bench.machine import in_three_digits
-from ..bench.runs import show
-from .bert_cases import Case, Row
+from ..bench import command
+from ..bench.cases import IN_BERT
+from ..bench.machine import conditions, in_turns, timed
+from ..extras import optional_imports
+from ..models.sparsify import sparsify
+from .fitting import DENSE_IN_BERT, LABELLED, NO_ATTENTION, BertStep, bert_model, from_files, rates_of
 from .rates import Rates
-from .results import BertStep, from_files, steps_of
-from .training import complete_rates
 
 CASES = {
     "cuda": "fixed-16,longformer-16,bigbird-16,bigbird-32,bigbird-64,longformer-64,longformer-128,random-64,"
@@ -26,14 +31,17 @@ CASES = {
 }
 """Of the table of `ds_sparse bench attention`: small and large blocks, few and many of them."""
 
-BERT_LENGTHS = {"cuda": (8192, 16384), "cpu": (1024,)}
-BERT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
-BERT_ATTENTIONS = NO_ATTENTION, DENSE_IN_BERT, "longformer-64"
-BERT = {"bert": (0.0, True), "bert with labelled tokens": (0.0, False), "bert with dropout": (0.1, True)}
-"""Dropout, and whether logits of all tokens are computed."""
+SHORT = {
+    "cuda": ["--repeats", "3", "--seconds", "1", "--peers", "ds_sparse,cudnn"],
+    "cpu": ["--repeats", "1", "--seconds", "1", "--peers", "ds_sparse,sdpa"],
+}
 
-PEERS = {"cuda": "ds_sparse,cudnn", "cpu": "ds_sparse,sdpa"}
-REPEATS, SECONDS = {"cuda": 3, "cpu": 1}, 1
+SPARSE = "longformer-64"
+"""The structure of sparse steps of BERT."""
+
+LENGTHS = {"cuda": (8192, 16384), "cpu": (1024,)}
+TOKENS = {"cuda": 32768, "cpu": 2048}
+"""Tokens of a step of BERT."""
 
 
 def measured_rates(device: str) -> Rates:
@@ -45,36 +53,94 @@ def measured_rates(device: str) -> Rates:
 
     Raises:
         ValueError: a run failed; its sentence is on standard error.
+        ImportError: Transformers is not installed.
     """
-    short = ["--repeats", str(REPEATS[device]), "--seconds", str(SECONDS), "--device", device]
+    with optional_imports():
+        import transformers  # noqa: F401  # before the minutes that attention takes
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         file = Path(folder) / "attention.json"
-        arguments = ["--cases", CASES[device], "--peers", PEERS[device], "--json", str(file)]
-        if measure("attention", [*short, *arguments]) or not file.exists():
+        arguments = [*SHORT[device], "--cases", CASES[device], "--device", device, "--json", str(file)]
+        if command.measure("attention", arguments) or not file.exists():
             raise ValueError("ds_sparse bench attention failed here, so that there are no rates for a plan.")
-        found = from_files([file])
-        for name, (dropout, predicts_all) in BERT.items():
-            found.bert.extend(measured_bert(name, dropout, predicts_all, device))
-            found.sources.append(f"{name}: {found.sources[0].partition(': ')[2]}")
-        return here(complete_rates(found))
+        results = from_files([file])
+        for seq_len in LENGTHS[device]:
+            results.bert.extend(_timed(device, list(_steps(device, seq_len))))
+        for step in results.bert:
+            logits = "all tokens" if step.predicts_all else "labelled tokens"
+            about = f"{step.seq_len:,} tokens, dropout {step.dropout:g}, logits of {logits}, attention {step.attention}"
+            print(f"a step of BERT, {about}: {step.milliseconds:.1f} ms")
+    about = conditions(torch.device(device))
+    sources = [*results.sources, f"steps of BERT: commit {about['commit']}, {about['date']}"]
+    return replace(rates_of(results), sources=tuple(f"measured here: {source}" for source in sources))
 
 
-def measured_bert(name: str, dropout: float, predicts_all: bool, device: str) -> list[BertStep]:
-    from .bert_steps import measured  # takes Transformers
+def _steps(device: str, seq_len: int) -> Iterator[BertStep]:
+    """Steps without attention, with dense and with sparse; with logits of labelled tokens alone; with dropout."""
+    for (dropout, predicts_all), attention in product(
+        ((0.0, True), (0.0, False), (0.1, True)), (NO_ATTENTION, DENSE_IN_BERT, SPARSE)
+    ):
+        yield BertStep(
+            seq_len,
+            dropout,
+            "bf16" if device == "cuda" else "fp32",
+            device,
+            max(1, TOKENS[device] // seq_len),
+            attention,
+            predicts_all=predicts_all,
+        )
 
-    cases = [Case(seq_len, dropout, BERT_DTYPE[device], device, predicts_all) for seq_len in BERT_LENGTHS[device]]
-    try:
-        found = measured(cases, BERT_ATTENTIONS, torch.device(device), REPEATS[device], SECONDS)
-    except ArithmeticError as error:
-        raise ValueError(f"A step of BERT is wrong here, so that there are no rates for a plan: {error}") from None
-    for case, rows in found:
-        show(f"{name}, {case.seq_len} tokens", *(f"{row.attention}: {said(row)}" for row in rows))
-    return steps_of(found)
+
+def _timed(device: str, steps: list[BertStep]) -> list[BertStep]:
+    """The steps, each with the median of a few rounds in turns."""
+    calls = {number: _call(step) for number, step in enumerate(steps)}
+    for call in calls.values():
+        call()
+    rounds = {number: partial(timed, call, torch.device(device), 1) for number, call in calls.items()}
+    times = in_turns(rounds, 3, 1, f"{steps[0].seq_len} tokens")
+    return [replace(step, milliseconds=statistics.median(times[number])) for number, step in enumerate(steps)]
 
 
-def said(row: Row) -> str:
-    return f"no time: {row.reason}" if row.milliseconds is None else f"{in_three_digits(row.milliseconds)} ms"
+def _call(step: BertStep) -> Callable[[], None]:
+    """Forward and backward of Transformers' BERT, with parameters in the dtype of the step."""
+    from transformers import AttentionInterface, BertConfig, BertForMaskedLM
+
+    AttentionInterface.register(_VALUE, _value)
+    own, device = bert_model(step.device, step.dropout), torch.device(step.device)
+    config = BertConfig(
+        vocab_size=own.vocabulary,
+        hidden_size=own.hidden,
+        num_hidden_layers=own.layers,
+        num_attention_heads=own.heads,
+        intermediate_size=own.intermediate,
+        max_position_embeddings=step.seq_len,
+        hidden_dropout_prob=own.dropout,
+        attention_probs_dropout_prob=own.attention_dropout,
+        attn_implementation=_VALUE if step.attention == NO_ATTENTION else "sdpa",
+    )
+    with device:
+        model = BertForMaskedLM(config).to(torch.bfloat16 if step.dtype == "bf16" else torch.float32).train()
+        tokens = torch.randint(own.vocabulary, (step.batch, step.seq_len))
+        labels = tokens.masked_fill(torch.rand(tokens.shape) >= LABELLED, -100)
+    if step.attention == SPARSE:
+        sparsify(model, IN_BERT[SPARSE](own.heads))
+    labelled = (labels >= 0).flatten().nonzero()[:, 0]
+
+    def call() -> None:
+        if step.predicts_all:
+            loss = model(input_ids=tokens, labels=labels).loss
+        else:
+            hidden = model.base_model(input_ids=tokens).last_hidden_state.flatten(0, 1)
+            logits = model.cls(hidden[labelled])
+            loss = torch.nn.functional.cross_entropy(logits, labels.flatten()[labelled])
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return call
 
 
-def here(rates: Rates) -> Rates:
-    return replace(rates, sources=tuple(f"measured here: {source}" for source in rates.sources))
+_VALUE = "ds_sparse_plan_value"
+
+
+def _value(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Attention that returns the value, so that a step takes what it takes without."""
+    return value.transpose(1, 2).contiguous(), None

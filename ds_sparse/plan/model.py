@@ -40,32 +40,19 @@ class Family:
     measured: bool = False
 
 
-LABELLED_BY_BING_BERT = 0.15
-"""Part of the tokens that examples/bing_bert predicts."""
-
-_BERT = Family(measured=True)
+_LIKE_BERT = Family(measured=True)
+_ROTARY: dict[str, Any] = {"learned_positions": False, "logits_in_fp32": True}
+_GATED: dict[str, Any] = _ROTARY | {"gated": True, "biases": False, "rotary": 1.0}
+_DECODER: dict[str, Any] = _ROTARY | {"transform": False, "causal": True}
 FAMILIES = {
-    "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "camembert": _BERT,
-    "bing_bert": Family(logits_in_fp32=True, labelled=LABELLED_BY_BING_BERT, measured=True),
-    "modernbert": Family(
-        gated=True, biases=False, rotary=1.0, learned_positions=False, logits_in_fp32=True, measured=True
-    ),
-    "gpt_neox": Family(rotary=0.25, learned_positions=False, transform=False, logits_in_fp32=True, causal=True),
-    "llama": Family(
-        gated=True,
-        biases=False,
-        rms_norm=True,
-        rotary=1.0,
-        learned_positions=False,
-        transform=False,
-        logits_in_fp32=True,
-        causal=True,
-    ),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _LIKE_BERT),
+    "bing_bert": replace(_LIKE_BERT, logits_in_fp32=True, labelled=0.15),
+    "modernbert": Family(**_GATED, measured=True),
+    "gpt_neox": Family(**_DECODER, rotary=0.25),
+    "llama": Family(**(_GATED | _DECODER), rms_norm=True),
 }
-"""By the `model_type` of a config.json; "bing_bert" is the model of examples/bing_bert."""
+"""By the `model_type` of a config.json; "bing_bert" is the model of examples/bing_bert, which predicts 15 % of the
+tokens."""
 
 
 @dataclass(frozen=True)
@@ -136,34 +123,6 @@ class Model:
         if self.does.transform:
             head += self.vocabulary + self.hidden**2 + biases * self.hidden + norm
         return embeddings + norm + self.layers * self.layer_parameters() + head
-
-
-def _bert(name: str, layers: int, hidden: int, heads: int, family: str = "bert", vocabulary: int = 30522) -> Model:
-    sizes = (layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocabulary)
-    return Model(name, family, *sizes, positions=512, dropout=0.1, attention_dropout=0.1)
-
-
-_MODERNBERT_WINDOW = 64
-_NAMED = (
-    _bert("bert-base", 12, 768, 12),
-    _bert("bert-large", 24, 1024, 16),
-    Model(
-        "modernbert-base",
-        "modernbert",
-        22,
-        768,
-        12,
-        12,
-        64,
-        1152,
-        50368,
-        windows=tuple(None if i % 3 == 0 else _MODERNBERT_WINDOW for i in range(22)),
-    ),
-    _bert("bing_bert-base", 12, 768, 12, "bing_bert", 30528),
-    Model("neox-small", "gpt_neox", 8, 512, 8, 8, 64, 2048, 256, tied=False),
-)
-NAMED = {model.name: model for model in _NAMED}
-"""Models that need no file; the last two are those of examples/bing_bert and examples/gpt_neox."""
 
 
 def find_model(given: str, model_type: str | None = None, **changes: Any) -> Model:
@@ -259,3 +218,19 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     kinds = config.get("layer_types")
     of_layer = (kinds[i] == "full_attention" if kinds else i % every == 0 for i in range(layers))
     return tuple(None if whole else side for whole in of_layer)
+
+
+def _named(name: str, family: str, layers: int, hidden: int, heads: int, inner: int, words: int, **more: Any) -> Model:
+    return Model(name, family, layers, hidden, heads, heads, hidden // heads, inner, words, **more)
+
+
+_BERT: dict[str, Any] = {"positions": 512, "dropout": 0.1, "attention_dropout": 0.1}
+_NAMED = (
+    _named("bert-base", "bert", 12, 768, 12, 3072, 30522, **_BERT),
+    _named("bert-large", "bert", 24, 1024, 16, 4096, 30522, **_BERT),
+    _named("modernbert-base", "modernbert", 22, 768, 12, 1152, 50368, windows=_windows({}, 22)),
+    _named("bing_bert-base", "bing_bert", 12, 768, 12, 3072, 30528, **_BERT),
+    _named("neox-small", "gpt_neox", 8, 512, 8, 2048, 256, tied=False),
+)
+NAMED = {model.name: model for model in _NAMED}
+"""Models that need no file; the last two are those of examples/bing_bert and examples/gpt_neox."""

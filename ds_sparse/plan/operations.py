@@ -5,9 +5,8 @@ Everything is of one token. Kernels are those of eager PyTorch: each reads and w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
+from typing import Self
 
 from .model import Model
 
@@ -18,8 +17,18 @@ ALIGNED = 8
 """Numbers of 16 bits that matrix products load together: rows of other lengths take slower kernels."""
 
 
+class _Added:
+    """A dataclass of which two are added, and one multiplied, field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
+
+    def __mul__(self, count: float) -> Self:
+        return type(self)(*(a * count for a in vars(self).values()))
+
+
 @dataclass(frozen=True)
-class Work:
+class Work(_Added):
     """Attributes:
     flops: of matrix products.
     odd_flops: of those whose rows are not `ALIGNED`.
@@ -30,30 +39,19 @@ class Work:
     odd_flops: float = 0
     moved: float = 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.odd_flops + other.odd_flops, self.moved + other.moved)
-
-    def __mul__(self, count: float) -> Work:
-        return Work(self.flops * count, self.odd_flops * count, self.moved * count)
-
 
 @dataclass(frozen=True)
-class Part:
+class Part(_Added):
     """Work forward and backward, and the bytes that wait for the backward pass."""
 
     forward: Work = Work()
     backward: Work = Work()
     saved: float = 0
 
-    def __add__(self, other: Part) -> Part:
-        return Part(self.forward + other.forward, self.backward + other.backward, self.saved + other.saved)
-
-    def __mul__(self, count: float) -> Part:
-        return Part(self.forward * count, self.backward * count, self.saved * count)
-
-
-def together(parts: Iterable[Part]) -> Part:
-    return reduce(Part.__add__, parts, Part())
+    @property
+    def both(self) -> Work:
+        """Work of a forward and a backward pass."""
+        return self.forward + self.backward
 
 
 def linear(inputs: int, outputs: int, bias: bool = True, saves: bool = True, trains: bool = True) -> Part:
@@ -80,18 +78,8 @@ def norm(numbers: int, rms: bool = False) -> Part:
     return elementwise(numbers, 2, 5, 1) + Part(saved=2 * FP32)
 
 
-def residual(numbers: int) -> Part:
-    """The sum, and backward the sum of the two gradients."""
-    return elementwise(numbers, 3, 3)
-
-
 def activation(numbers: int) -> Part:
     return elementwise(numbers, 2, 3, 1)
-
-
-def gate(numbers: int) -> Part:
-    """activation(a) * b, a and b halves of one tensor."""
-    return activation(numbers) + elementwise(numbers, 3, 6, 2) + elementwise(numbers, 0, 4)
 
 
 def dropout(numbers: int, p: float) -> Part:
@@ -107,34 +95,33 @@ def rotation(numbers: float) -> Part:
 def layer(model: Model, attends: bool = True) -> Part:
     """One layer without the kernel of attention. Without `attends` that returns the value, as in `ds_sparse bench
     bert`, so that query and key have no backward pass."""
-    does, hidden = model.does, model.hidden
-    into = [
-        linear(hidden, model.attention_width, does.biases, saves=False, trains=attends),
-        linear(hidden, model.key_width, does.biases, saves=False, trains=attends),
-        linear(hidden, model.key_width, does.biases, saves=False),
-        elementwise(hidden, 0, 3 * (2 if attends else 0)),  # gradients of what three projections read
-    ]
+    does, hidden, middle = model.does, model.hidden, model.intermediate
+    width, key_width = model.attention_width, model.key_width
+    projections = (
+        linear(hidden, width, does.biases, saves=False, trains=attends)
+        + linear(hidden, key_width, does.biases, saves=False, trains=attends)
+        + linear(hidden, key_width, does.biases, saves=False)
+        + elementwise(hidden, 0, 3 * (2 if attends else 0))  # gradients of what three projections read
+    )
     if attends:
-        into += [
-            Part(saved=kept_by_attention(model)),
-            rotation(does.rotary * (model.attention_width + model.key_width)),
-            # Gradients are put into the order of tokens.
-            elementwise(model.attention_width + 2 * model.key_width, 0, 2),
-        ]
+        # Gradients are put into the order of tokens.
+        copies = elementwise(width + 2 * key_width, 0, 2)
+        attention = Part(saved=kept_by_attention(model)) + rotation(does.rotary * (width + key_width)) + copies
     else:
-        into.append(elementwise(model.attention_width, 2, 2, 1))
-    middle = model.intermediate
-    attention = [linear(model.attention_width, hidden, does.biases, saves=False), dropout(hidden, model.dropout)]
-    inner = [gate(middle)] if does.gated else [activation(middle)]
-    feed_forward = [
-        linear(hidden, middle * (2 if does.gated else 1), does.biases),
-        *inner,
-        linear(middle, hidden, does.biases),
-        dropout(hidden, model.dropout),
-    ]
-    norms = norm(hidden, does.rms_norm)
-    around = [norms, norms, residual(hidden), residual(hidden), Part(saved=ITEM * hidden)]
-    return together([*into, *attention, *feed_forward, *around])
+        attention = elementwise(width, 2, 2, 1)
+    output = linear(width, hidden, does.biases, saves=False) + dropout(hidden, model.dropout)
+    inner = activation(middle)
+    if does.gated:  # activation(a) * b, a and b halves of one tensor
+        inner += elementwise(middle, 3, 6, 2) + elementwise(middle, 0, 4)
+    feed_forward = (
+        linear(hidden, middle * (2 if does.gated else 1), does.biases)
+        + inner
+        + linear(middle, hidden, does.biases)
+        + dropout(hidden, model.dropout)
+    )
+    # Two sums, and backward the sums of their gradients.
+    around = (norm(hidden, does.rms_norm) + elementwise(hidden, 3, 3)) * 2 + Part(saved=ITEM * hidden)
+    return projections + attention + output + feed_forward + around
 
 
 def kept_by_attention(model: Model) -> int:
@@ -159,16 +146,19 @@ def embeddings(model: Model) -> Part:
 
 def logits(model: Model) -> Part:
     """What follows the last layer, of a token that has logits, with the cross-entropy."""
-    words, item = model.vocabulary, FP32 if model.does.logits_in_fp32 else ITEM
-    transform = []
-    if model.does.transform:
-        transform = [linear(model.hidden, model.hidden), activation(model.hidden), norm(model.hidden)]
+    words, in_fp32 = model.vocabulary, model.does.logits_in_fp32
     # log_softmax forward reads and writes; backward zeros are written, and three tensors pass.
-    loss = elementwise(words, 2, 4, 1, item)
-    casts = [elementwise(words, 3, 3)] if model.does.logits_in_fp32 else []
-    return together([*transform, linear(model.hidden, words), loss, *casts])
+    found = linear(model.hidden, words) + elementwise(words, 2, 4, 1, FP32 if in_fp32 else ITEM)
+    if model.does.transform:
+        found += linear(model.hidden, model.hidden) + activation(model.hidden) + norm(model.hidden)
+    return found + elementwise(words, 3, 3) if in_fp32 else found
 
 
 def logits_at_the_highest(model: Model) -> float:
     """Bytes of a token's logits when most of them are there: the gradient of the loss, log_softmax, its gradient."""
     return 3 * model.vocabulary * (FP32 if model.does.logits_in_fp32 else ITEM)
+
+
+def whole_model(model: Model) -> Part:
+    """All of a step but the kernels of attention, of a token."""
+    return layer(model) * model.layers + embeddings(model) + logits(model) * model.labelled

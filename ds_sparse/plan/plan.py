@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..bench.machine import BACKWARD, FORWARD
 from ..sequence.deal import check_ranks
 from .advice import Advice, advise
 from .communication import of_rank
-from .layers import Kind, in_whole_blocks, kinds_of, largest_block, layers_in_words, spread, walk_of
+from .layers import (
+    BACKWARD,
+    FORWARD,
+    Kind,
+    Walked,
+    in_whole_blocks,
+    kinds_of,
+    largest_block,
+    layers_in_words,
+    spread,
+    walk_of,
+)
 from .limits import said_of
 from .memory import MOST_TOKENS, Memory, fits, longest, memory_of
 from .model import Model
-from .rates import Rates, Walked
+from .rates import Rates
 from .settings import RANKS, Settings
 from .step import Step, flops_of, odd_vocabulary, step_of
 
@@ -161,7 +170,7 @@ def make_plan(
         settings=settings,
         machine=rates.machine,
         rates_from=rates.sources,
-        errors={name: _of_errors(errors) for name, errors in rates.errors.items()},
+        errors=rates.errors,
         measured_tokens=rates.measured.tokens,
         seq_len=seq_len,
         padded=padded,
@@ -214,9 +223,3 @@ def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Se
     if walked is not None:
         parts = walked.density, walked.computed, walked.loaded, walked.waste
     return Layers(layers_in_words(kind.layers), kind.in_words(), len(kind.layers), *parts, sparse, dense)
-
-
-def _of_errors(errors: Sequence[float]) -> tuple[float, float]:
-    """The median and the largest, without sign."""
-    sizes = [abs(error) for error in errors]
-    return statistics.median(sizes), max(sizes)

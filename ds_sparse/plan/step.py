@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..bench.machine import BACKWARD, FORWARD
 from ..ops import _flops
 from .communication import BETWEEN_NODES, NODE, crosses_nodes, exchanged, gathered, of_rank, reduced
+from .layers import BACKWARD, FORWARD, Walked
 from .model import Model
-from .operations import Part, Work, embeddings, exchange, layer, logits
-from .rates import Rates, Walked
+from .operations import Part, Work, exchange, layer, logits, whole_model
+from .rates import Rates
 from .settings import Settings
 
 OPTIMIZER_BYTES = 40
@@ -58,7 +58,7 @@ def step_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walks:
     tokens = settings.tokens(seq_len)
     batch, passes, of_own_heads = settings.micro_batch, settings.accumulation, of_rank(model, settings)
     copies = exchange(model) if settings.ranks > 1 else Part()
-    work = (model_work(model) + (copies.forward + copies.backward) * model.layers) * tokens
+    work = (whole_model(model) + copies * model.layers).both * tokens
     ways = {
         way: sum(
             count * rates.attention(walked, batch, of_own_heads, seq_len, way)
@@ -93,17 +93,10 @@ def _sent(size: float, rate: float | None, between_nodes: bool) -> float:
     return size * (max(rate, BETWEEN_NODES) if between_nodes else rate)
 
 
-def model_work(model: Model) -> Work:
-    """Of a token, forward and backward, all but the kernels of attention."""
-    of_token = layer(model) * model.layers + embeddings(model) + logits(model) * model.labelled
-    return of_token.forward + of_token.backward
-
-
 def odd_vocabulary(rates: Rates, model: Model, settings: Settings, seq_len: int) -> float:
     """Milliseconds of a step that rows of logits of an odd length cost; 0 where they are not odd."""
-    odd = logits(model) * (model.labelled * settings.tokens(seq_len) * settings.accumulation)
-    slower = rates.odd_products - rates.products
-    return max(0.0, slower) * (odd.forward.odd_flops + odd.backward.odd_flops)
+    tokens = model.labelled * settings.tokens(seq_len) * settings.accumulation
+    return max(0.0, rates.odd_products - rates.products) * (logits(model) * tokens).both.odd_flops
 
 
 def flops_of(model: Model, settings: Settings, seq_len: int, live: Sequence[float | None]) -> tuple[float, float]:
@@ -113,7 +106,7 @@ def flops_of(model: Model, settings: Settings, seq_len: int, live: Sequence[floa
         live: scores of live blocks in each layer, mean over heads; None is dense attention.
     """
     passes = settings.accumulation
-    work = model_work(model)
+    work = whole_model(model).both
     whole = float(seq_len**2) / (2 if model.does.causal else 1)
     scores = sum(whole if of_layer is None else of_layer for of_layer in live)
     each = (_flops.FORWARD + _flops.BACKWARD) * settings.micro_batch * of_rank(model, settings).attention_width

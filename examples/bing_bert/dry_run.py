@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_sparse.plan.committed import committed_rates
 from ds_sparse.plan.layers import in_whole_blocks, kinds_of, layers_in_words, live_scores
 from ds_sparse.plan.memory import GIB, fits, memory_of
 from ds_sparse.plan.plan import Plan, make_plan
+from ds_sparse.plan.rates import committed_rates
 
 from device import DEVICE, device_name
 from report import end_in_words, say

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.plan.committed import COMMITTED
 from ds_sparse.cli import main
 from ds_sparse.plan import measure
-from ds_sparse.plan.committed import committed_rates
+from ds_sparse.plan.rates import committed_rates
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TRAINED = str(CONFIGS / "bert_base_8192.json")
@@ -106,8 +107,7 @@ def test_there_rates_of_an_h200_can_be_asked_for(capsys, gpu, measured):
 
 
 def test_rates_come_from_files_of_bench(capsys):
-    results = Path(measure.__file__).parents[2] / "benchmarks" / "results"
-    files = [str(results / f"{name}.json") for name in ("attention-flex-h200", "bert-h200")]
+    files = [str(COMMITTED / f"{name}.json") for name in ("attention-flex-h200", "bert-h200")]
     found = planned(capsys, "--rates", *files)
     assert found["rates_from"] == [
         "attention-flex-h200: commit 1c5bfb93e7a7, 2026-11-23",

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ds_sparse.plan.advice import advise
+from ds_sparse.plan.fitting import walk_in_bert
 from ds_sparse.plan.memory import GIB, LEFT_FREE, memory_of
 from ds_sparse.plan.model import NAMED
-from ds_sparse.plan.rates import walk_in_bert
 from ds_sparse.plan.settings import Settings
 from ds_sparse.plan.step import step_of
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ds_sparse.plan.communication import exchanged, reduced
+from ds_sparse.plan.fitting import walk_in_bert
 from ds_sparse.plan.model import NAMED
-from ds_sparse.plan.rates import walk_in_bert
 from ds_sparse.plan.settings import Settings
 from ds_sparse.plan.step import flops_of, odd_vocabulary, step_of
 

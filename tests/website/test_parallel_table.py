@@ -7,9 +7,9 @@ import parallel_table
 import pytest
 from parallel_table import LENGTHS, MODEL, PAGE, STRUCTURE, row, with_table
 
-from ds_sparse.plan.committed import committed_rates
-from ds_sparse.plan.rates import walk_in_bert
-from ds_sparse.plan.walk import Walk
+from ds_sparse.plan.fitting import walk_in_bert
+from ds_sparse.plan.layers import Walk
+from ds_sparse.plan.rates import committed_rates
 
 LAID_OUT = LENGTHS[-2]
 """The layout of a million tokens takes half a minute."""
@@ -18,11 +18,11 @@ LAID_OUT = LENGTHS[-2]
 def walk_of(seq_len: int) -> Walk:
     """That of a million tokens, as one of fewer with as many blocks a row."""
     walk, times = walk_in_bert(STRUCTURE, MODEL.heads, min(seq_len, LAID_OUT)), max(1, seq_len // LAID_OUT)
-    rows, columns = (
+    forward, backward = (
         replace(side, **{name: times * value for name, value in vars(side).items()})
-        for side in (walk.rows, walk.columns)
+        for side in (walk.forward, walk.backward)
     )
-    return replace(walk, seq_len=seq_len, live=times * walk.live, rows=rows, columns=columns)
+    return replace(walk, seq_len=seq_len, live=times * walk.live, forward=forward, backward=backward)
 
 
 def parts(text: str) -> tuple[str, list[float]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..bench.runs import rows_by_case
+from ds_sparse.bench.runs import rows_by_case
 
 ALONE, DATA, SEQUENCE = "alone", "data", "sequence"
 """What ranks do: one computes a sequence, each computes one of its own, all share one."""

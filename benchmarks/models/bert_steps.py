@@ -1,9 +1,8 @@
-"""A training step of Transformers' BERT with sparse, dense and no attention, and its time on this machine."""
+"""A training step of Transformers' BERT with sparse, dense and no attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from ..bench.cases import NO_ATTENTION, STRUCTURES_IN_BERT
-from ..bench.machine import DTYPES
-from ..bench.step_times import measure_steps
-from ..bench.verification import require_as_accurate
-from ..extras import optional_imports
-from ..layout import to_token_mask
-from ..models.sparsify import sparsify
-from .bert_cases import LABELLED, MODEL, Case, Result, Row
+from benchmarks.models.bert_cases import LABELLED, MODEL, Case
+from ds_sparse.bench.cases import NO_ATTENTION, STRUCTURES_IN_BERT
+from ds_sparse.bench.machine import DTYPES
+from ds_sparse.bench.verification import require_as_accurate
+from ds_sparse.extras import optional_imports
+from ds_sparse.layout import to_token_mask
+from ds_sparse.models.sparsify import sparsify
 
 with optional_imports():
     from transformers import AttentionInterface, BertConfig, BertForMaskedLM
@@ -33,26 +31,6 @@ LEAST_ERROR_ALLOWED = 1e-3
 
 VALUE_ALONE, MASKED = "ds_sparse_bench_value", "ds_sparse_bench_masked"
 """Attentions by their names in Transformers."""
-
-
-def measured(
-    cases: Sequence[Case], names: Sequence[str], device: torch.device, repeats: int, seconds: float
-) -> list[Result]:
-    """Verifies the sparse ones of some attentions, and times a step with each in turns.
-
-    Raises:
-        ArithmeticError: an attention that is wrong.
-    """
-    for name in names:
-        if name in STRUCTURES_IN_BERT:
-            verify(name, cases[0].dtype, device)
-    return [(case, rows_of(case, names, device, repeats, seconds)) for case in cases]
-
-
-def rows_of(case: Case, names: Sequence[str], device: torch.device, repeats: int, seconds: float) -> list[Row]:
-    make = {name: partial(make_step, name, case, device) for name in names}
-    found = measure_steps(make, {}, device, repeats, seconds, f"{case.seq_len} tokens")
-    return [Row(name, **asdict(one)) for name, one in found.items()]
 
 
 def make_step(name: str, case: Case, device: torch.device) -> Callable[[], None]:

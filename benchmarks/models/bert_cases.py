@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..bench.runs import rows_by_case
+from ds_sparse.bench.runs import rows_by_case
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """In a step; one sequence where that is longer."""
