@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,14 +30,6 @@ LEAST_ERROR_ALLOWED = 1e-3
 
 VALUE_ALONE, MASKED = "ds_sparse_bench_value", "ds_sparse_bench_masked"
 """Attentions by their names in Transformers."""
-
-
-def make_step(name: str, case: Case, device: torch.device) -> Callable[[], None]:
-    """Forward and backward with an attention."""
-    model = make_model(case, device)
-    switch(model, name)
-    data = batch(case.batch, case.seq_len, model.config.vocab_size, device)
-    return partial(train_step, model, data, case.predicts_all)
 
 
 def bert_config(case: Case, **sizes: int) -> BertConfig:

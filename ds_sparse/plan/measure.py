@@ -67,10 +67,10 @@ def measured_rates(device: str) -> Rates:
             results.bert.extend(_timed(device, list(_steps(device, seq_len))))
         for step in results.bert:
             logits = "all tokens" if step.predicts_all else "labelled tokens"
-            about = f"{step.seq_len:,} tokens, dropout {step.dropout:g}, logits of {logits}, attention {step.attention}"
-            print(f"a step of BERT, {about}: {step.milliseconds:.1f} ms")
-    about = conditions(torch.device(device))
-    sources = [*results.sources, f"steps of BERT: commit {about['commit']}, {about['date']}"]
+            said = f"{step.seq_len:,} tokens, dropout {step.dropout:g}, logits of {logits}, attention {step.attention}"
+            print(f"a step of BERT, {said}: {step.milliseconds:.1f} ms")
+    now = conditions(torch.device(device))
+    sources = [*results.sources, f"steps of BERT: commit {now['commit']}, {now['date']}"]
     return replace(rates_of(results), sources=tuple(f"measured here: {source}" for source in sources))
 
 
