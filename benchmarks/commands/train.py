@@ -14,11 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.train import results as train_results
-from benchmarks.train.experiment import Experiment, load
-from benchmarks.train.folder import Folder
-from benchmarks.train.job import Stopped, Training
-from benchmarks.train.results import Result, Row, case_of
-from benchmarks.train.settings import (
+from benchmarks.train.results import (
     DOCUMENT_TOKENS,
     LEARNING_RATES,
     MODELS,
@@ -26,9 +22,13 @@ from benchmarks.train.settings import (
     TINY,
     Budget,
     Job,
+    Result,
+    Row,
     Settings,
+    case_of,
     jobs_of,
 )
+from benchmarks.train.trainer import Experiment, Folder, Training, load
 from ds_sparse.arguments import positive
 from ds_sparse.bench.commands.options import add_device_and_json, listed, natural, positive_number
 from ds_sparse.bench.commands.running import begin, keep, show_report
@@ -52,9 +52,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "order, but for the packages of --experiment documents: there a step has as many files as fit into its tokens. "
         "Reports the held-out loss on the way and at the end, and what else the experiment measures. Minutes "
         "and seconds are those of training steps alone: before the first a few steps are tried, which compiles what "
-        "is compiled, and evaluation is not counted. What is cut off goes on from its last checkpoint when the "
-        "command is given again; what is finished is not trained again. Processes that are given the same command, "
-        "one a GPU, share its jobs."
+        "is compiled, and evaluation is not counted. What is finished is not trained again when the command is given "
+        "again. Processes that are given the same command, one a GPU, share its jobs."
     )
     parser.add_argument("--experiment", choices=list(DOCUMENT_TOKENS), default="quality", help="(default: quality)")
     parser.add_argument("--arms", type=lambda text: text.split(","), help="such as dense-512,bigbird-4096")
@@ -94,15 +93,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="of dna: FASTA files and GFF3 files of the same names, also as .gz and .xz (default: those of Debian's "
         "packages maffilter-examples and smalt-examples)",
     )
-    parser.add_argument("--folder", type=Path, help="for data, checkpoints and rows; --quick does without")
-    parser.add_argument(
-        "--save-seconds", type=natural, default=60, help="between checkpoints of a job, at least (default: 60)"
-    )
+    parser.add_argument("--folder", type=Path, help="for data and rows; --quick does without")
     parser.add_argument(
         "--stop-after",
         type=natural,
         metavar="SECONDS",
-        help="save what is trained then, and end; 0 prints what is finished",
+        help="begin no job after so long; 0 prints what is finished",
     )
     parser.add_argument("--quick", action="store_true", help="everything small, which takes some seconds on a CPU")
     add_device_and_json(parser, {"cpu": "fp32", "cuda": "bf16"})
@@ -116,40 +112,26 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
             arms = list(dict.fromkeys(args.arms or experiment.default_arms(settings)))
             experiment.require(settings, arms)
             if args.folder is None and not args.quick:
-                raise ValueError("--folder: name a folder for data and checkpoints, from which a run can go on.")
+                raise ValueError("--folder: name a folder for data and rows, from which a run can go on.")
             if args.folder is None and args.stop_after is not None:
-                raise ValueError("--stop-after: saves what is trained; name a folder for it with --folder.")
+                raise ValueError("--stop-after: the rest is trained later; name a folder for rows with --folder.")
             folder = Folder(args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())), settings)
             data = folder.data(partial(experiment.prepare, settings))
         except (ImportError, ValueError) as error:
             print(f"bench train: {error}", file=sys.stderr)
             return 1
-        return train(
-            args, device, settings, list(jobs_of(arms, dict.fromkeys(args.seeds), budgets)), experiment, folder, data
-        )
+        failed = False
+        deadline = float("inf") if args.stop_after is None else time.perf_counter() + args.stop_after
 
+        def results(run: Run) -> Iterator[Result]:
+            nonlocal failed
+            for job in jobs_of(arms, dict.fromkeys(args.seeds), budgets):
+                row = row_of(settings, job, experiment, folder, data, device, deadline)
+                failed |= bool(row.reason) and not row.reason.startswith(NOT_TRIED)
+                yield keep(args, run, (case_of(settings, job), row))
 
-def train(
-    args: argparse.Namespace,
-    device: torch.device,
-    settings: Settings,
-    jobs: list[Job],
-    experiment: Experiment,
-    folder: Folder,
-    data: Path,
-) -> int:
-    failed = False
-    deadline = float("inf") if args.stop_after is None else time.perf_counter() + args.stop_after
-
-    def results(run: Run) -> Iterator[Result]:
-        nonlocal failed
-        for job in jobs:
-            row = row_of(settings, job, experiment, folder, data, device, args.save_seconds, deadline)
-            failed |= bool(row.reason) and not row.reason.startswith(NOT_TRIED)
-            yield keep(args, run, (case_of(settings, job), row))
-
-    show_report(args, results(begin(args, device)))
-    return int(failed)
+        show_report(args, results(begin(args, device)))
+        return int(failed)
 
 
 def row_of(
@@ -159,7 +141,6 @@ def row_of(
     folder: Folder,
     data: Path,
     device: torch.device,
-    save_seconds: float,
     deadline: float,
 ) -> Row:
     """Of a job that is finished, or is now."""
@@ -172,10 +153,7 @@ def row_of(
             return Row(reason=STOPPED)
         try:
             phases = experiment.phases(settings, data, job.arm, job.seed, device)
-            save = partial(folder.save, job)
-            row = Training(settings, job, device, folder.saved(job), save, save_seconds, deadline).run(phases)
-        except Stopped:
-            return Row(reason=STOPPED)
+            row = Training(settings, job, device).run(phases)
         except (ArithmeticError, RuntimeError) as error:
             return Row(reason=in_short(error))
         finally:

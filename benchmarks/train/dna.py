@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from . import dna_data
-from .dna_data import HELD_OUT, IGNORED, TRAINING, Annotated, Stretches, Windows, class_labels
-from .dna_files import Files, genomes_of_folder, installed_genomes, read_genome
-from .dna_genes import BOTH, CLASSES, bases_found, genes_found, genes_in, owned, window_starts
-from .dna_genomes import VOCABULARY, N
-from .dna_models import GeneModel, loss_of, make_masked
-from .dna_synthetic import write_genome
-from .experiment import Experiment, Phase, Task, in_halves
-from .f1 import Found
-from .frequencies import log_frequencies, unigram_cross_entropy
-from .models import ATTENTIONS, attention_of, require_attention
-from .results import DENSE, length_of
-from .settings import Settings
+from ds_sparse.extras import optional_imports
+
+from .genomes import (
+    BOTH,
+    CLASSES,
+    FORWARD,
+    MASK,
+    OUTSIDE,
+    PAD,
+    REVERSE,
+    STRANDS,
+    VOCABULARY,
+    A,
+    C,
+    Contig,
+    Files,
+    G,
+    Gene,
+    N,
+    T,
+    genomes_of_folder,
+    in_order,
+    installed_genomes,
+    read_genome,
+    write_genome,
+)
+from .masked import MASKED, Found, log_frequencies, unigram_cross_entropy
+from .models import ATTENTIONS, Attention, Classifier, attention_of, make_model, require_attention
+from .results import DENSE, MODELS, Settings, length_of
+from .trainer import Experiment, Phase, Task, in_halves
+
+with optional_imports():
+    from transformers import NomicBertConfig, NomicBertForMaskedLM
 
 LENGTHS, QUICK_LENGTHS = (1024, 16384, 65536), (64, 256, 512)
 """Bases of the sequences of default arms: few, as many as dense attention takes, and many."""
@@ -34,6 +59,29 @@ LEAST_WINDOW = 2
 """Bases of the windows in which genes are looked for, which lie half of them apart."""
 
 ARMS = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bigbird-65536"
+
+ROPE_THETA = 10_000.0
+"""The slowest of the rotary angles has then a period of about 63,000 bases."""
+
+IGNORED = -100
+"""The label of a base that is not predicted."""
+
+STRETCHES = 8
+"""Of genomes with known genes, and of others, as many at most that the held-out loss is of, spread evenly."""
+
+CLOSED_GAP, SHORTEST = 50, 150
+"""Predicted genes of one strand with a gap of fewer bases between them are one, and shorter ones are none. The shortest
+twentieth of the annotated genes of U. maydis has up to 466 bases."""
+
+LEAST_OVERLAP = 0.5
+"""A gene is found by an interval on its strand whose Jaccard index with it is this or more."""
+
+COMPLEMENT: np.ndarray = np.arange(VOCABULARY, dtype=np.uint8)
+COMPLEMENT[[A, C, G, T]] = T, G, C, A
+OTHER_STRAND = np.array([OUTSIDE, REVERSE, FORWARD, BOTH], np.uint8)
+"""Tokens and classes to those of the same base read on the other strand."""
+
+TRAINING, HELD_OUT = "training", "held_out"
 
 Batch = tuple[np.ndarray, np.ndarray]
 """Tokens that a model gets, and a label for each, `IGNORED` where none is asked for."""
@@ -59,8 +107,7 @@ def files_of(settings: Settings) -> list[Files]:
 
 
 def prepare(settings: Settings, data: Path) -> None:
-    """Reads the genomes, of a quick run one that is made up, says what they are, and writes them as `dna_data` has
-    them.
+    """Reads the genomes, of a quick run one that is made up, says what they are, and writes their sequences.
 
     Raises:
         ValueError: a file is none of its kind, or there is nothing to find genes in.
@@ -70,11 +117,80 @@ def prepare(settings: Settings, data: Path) -> None:
         files = genomes_of_folder(data / "genome")
     else:
         files = files_of(settings)
-    genomes = [read_genome(one, settings.document_tokens) for one in files]
-    print(*genomes, sep="\n", flush=True)
-    if not any(genome.is_annotated for genome in genomes):
+    sides: dict[str, list[Contig]] = {TRAINING: [], HELD_OUT: []}
+    for one in files:
+        training, held_out = read_genome(one, settings.document_tokens)
+        trained, held = (sum(len(contig.bases) for contig in side) for side in (training, held_out))
+        genes = sum(len(contig.genes) for contig in held_out)
+        print(f"{one.name}: {trained:,} bases train, {held:,} with {genes:,} known genes are held out", flush=True)
+        sides[TRAINING] += training
+        sides[HELD_OUT] += held_out
+    if not any(contig.genes for contig in sides[HELD_OUT]):
         raise ValueError("No held-out sequence has a gene that is known; give more of the genome, or of its genes.")
-    dna_data.write(genomes, data)
+    for name, contigs in sides.items():
+        (data / f"{name}.pickle").write_bytes(pickle.dumps(contigs))
+
+
+def read(data: Path, side: str) -> list[Contig]:
+    """What `prepare` wrote of a side, `TRAINING` or `HELD_OUT`."""
+    found: list[Contig] = pickle.loads((data / f"{side}.pickle").read_bytes())
+    return found
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of some bases of sequences that are as long, each as probable as any other."""
+
+    sequences: Sequence[Contig]
+    length: int
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """How many windows there are in the sequences up to each."""
+        return np.cumsum([len(one.bases) - self.length + 1 for one in self.sequences])
+
+    def drawn(self, number: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """(number, length) bases and their classes, half of them read on the other strand."""
+        pairs = [self.at(place, generator) for place in generator.integers(self.ends[-1], size=number)]
+        bases, labels = zip(*pairs, strict=True)
+        return np.stack(bases), np.stack(labels)
+
+    def at(self, place: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        which = int(np.searchsorted(self.ends, place, side="right"))
+        start = int(place - (self.ends[which - 1] if which else 0))
+        part = slice(start, start + self.length)
+        bases, labels = self.sequences[which].bases[part], self.sequences[which].labels[part]
+        return reverse_complement(bases, labels) if generator.integers(2) else (bases, labels)
+
+
+def reverse_complement(bases: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same bases read on the other strand."""
+    return COMPLEMENT[bases][..., ::-1], OTHER_STRAND[labels][..., ::-1]
+
+
+def masked(bases: np.ndarray, generator: np.random.Generator) -> Batch:
+    """Of bases that are known `MASKED` are hidden, and asked for."""
+    hidden = (generator.random(bases.shape) < MASKED) & (bases > N)
+    return np.where(hidden, np.uint8(MASK), bases), np.where(hidden, bases.astype(np.int64), IGNORED)
+
+
+def class_labels(labels: np.ndarray) -> np.ndarray:
+    return np.where(labels == BOTH, IGNORED, labels.astype(np.int64))
+
+
+def stretches(sequences: Sequence[Contig], length: int, is_annotated: bool) -> Batch:
+    """Bases and classes of `STRETCHES` held-out stretches, of genomes whose genes are known or are not: every arm
+    predicts the same bases of them."""
+    places = [
+        (one, start)
+        for one in sequences
+        if one.is_annotated == is_annotated
+        for start in range(0, len(one.bases) - length + 1, length)
+    ]
+    numbers = np.unique(np.linspace(0, len(places) - 1, min(STRETCHES, len(places))).astype(int))
+    parts = [(one, slice(start, start + length)) for one, start in (places[number] for number in numbers)]
+    of = [[one.bases[part] for one, part in parts], [one.labels[part] for one, part in parts]]
+    return tuple(np.array(some, np.uint8).reshape(-1, length) for some in of)
 
 
 @dataclass(frozen=True)
@@ -148,7 +264,7 @@ class MaskedBases(BaseTask):
     asked = "masked bases"
 
     def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
-        return dna_data.masked(bases, generator)
+        return masked(bases, generator)
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=tokens).logits
@@ -167,7 +283,7 @@ class Genes(BaseTask):
 
     asked = "genes"
 
-    def __init__(self, *arguments: Any, known: Sequence[Annotated]) -> None:
+    def __init__(self, *arguments: Any, known: Sequence[Contig]) -> None:
         super().__init__(*arguments)
         self.known = known
 
@@ -175,16 +291,15 @@ class Genes(BaseTask):
         return bases, class_labels(labels)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(tokens)
-        return logits
+        return self.model.of_tokens(tokens)
 
     def measures(self) -> dict[str, float]:
         """Of bases and of genes, over all sequences together."""
         bases, genes = Found(), Found()
         for one in self.known:
-            predicted = self.predicted(one.contig.bases)
+            predicted = self.predicted(one.bases)
             bases += bases_found(predicted, one.labels)
-            genes += genes_found(genes_in(predicted), one.contig.genes)
+            genes += genes_found(genes_in(predicted), one.genes)
         return {"base_f1": bases.f1, "gene_f1": genes.f1}
 
     def predicted(self, bases: np.ndarray) -> np.ndarray:
@@ -198,28 +313,112 @@ class Genes(BaseTask):
         return np.concatenate([of_window[a - start : b - start] for of_window, start, (a, b) in classes])
 
 
+def loss_of(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross entropy, nats, of the bases that have a label."""
+    return cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
+
+
+def genes_in(labels: np.ndarray) -> list[Gene]:
+    """The genes that predicted classes say."""
+    return in_order(gene for strand in STRANDS for gene in of_strand(labels, strand))
+
+
+def of_strand(labels: np.ndarray, strand: str) -> Iterator[Gene]:
+    inside = np.concatenate([[0], labels == STRANDS[strand], [0]]).astype(np.int8)
+    borders = np.flatnonzero(np.diff(inside)).reshape(-1, 2)
+    if not len(borders):
+        return
+    apart = borders[1:, 0] - borders[:-1, 1] >= CLOSED_GAP
+    starts = borders[np.concatenate([[True], apart]), 0]
+    ends = borders[np.concatenate([apart, [True]]), 1]
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        if end - start >= SHORTEST:
+            yield Gene(start, end, strand)
+
+
+def bases_found(predicted: np.ndarray, labels: np.ndarray) -> Found:
+    """Bases in a gene, on the right strand."""
+    counts = labels != BOTH
+    there = counts & (labels != OUTSIDE)
+    return Found(
+        int((counts & (predicted != OUTSIDE)).sum()), int(there.sum()), int((there & (predicted == labels)).sum())
+    )
+
+
+def genes_found(predicted: Sequence[Gene], genes: Sequence[Gene]) -> Found:
+    """Genes that an interval finds; one finds one."""
+    return Found(len(predicted), len(genes), sum(finds(predicted, genes)))
+
+
+def finds(predicted: Iterable[Gene], genes: Sequence[Gene]) -> Iterator[bool]:
+    """Of each predicted one, whether it finds a gene that none before it has found."""
+    left = set(genes)
+    starts = [gene.start for gene in genes]
+    longest = max((gene.end - gene.start for gene in genes), default=0)
+    for one in predicted:
+        near = slice(bisect_left(starts, one.start - longest), bisect_left(starts, one.end))
+        free = (gene for gene in genes[near] if gene in left)
+        overlaps, best = max(((overlap(one, gene), gene) for gene in free), key=itemgetter(0), default=(0.0, None))
+        if is_found := best is not None and overlaps >= LEAST_OVERLAP:
+            left.discard(best)
+        yield is_found
+
+
+def overlap(one: Gene, other: Gene) -> float:
+    """The Jaccard index of two genes, 0 on different strands."""
+    if one.strand != other.strand:
+        return 0.0
+    shared = min(one.end, other.end) - max(one.start, other.start)
+    return max(0, shared) / (max(one.end, other.end) - min(one.start, other.start))
+
+
+def window_starts(bases: int, window: int) -> list[int]:
+    """Where windows begin that lie one half of them apart and cover a sequence; the last ends with it."""
+    return [*range(0, bases - window, window // 2), bases - window]
+
+
+def owned(starts: Sequence[int], window: int, bases: int) -> Iterator[tuple[int, int]]:
+    """The bases that each window says the class of: those that lie no deeper in another one."""
+    middles = [(here + window + after) // 2 for here, after in pairwise(starts)]
+    return zip([0, *middles], [*middles, bases], strict=True)
+
+
 def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Phase]:
     return in_halves(partial(make_task, settings, data, arm, seed, device))
 
 
-def make_task(
-    settings: Settings, data: Path, arm: str, seed: int, device: torch.device, before: nn.Module | None
-) -> Task:
+def make_task(settings: Settings, data: Path, arm: str, seed: int, device: torch.device, before: Any) -> Task:
     """Masked bases with a new model, then genes with the encoder of that one."""
-    attention = attention_of(arm)
+    attention, length = attention_of(arm), settings.document_tokens
     sequences = Sequences(attention.length, settings.tokens_per_step, device)
-    training, held_out = dna_data.read(data, TRAINING), dna_data.read(data, HELD_OUT)
-    stretches = Stretches.of(held_out, settings.document_tokens)
+    training, held_out = read(data, TRAINING), read(data, HELD_OUT)
+    bases, labels = stretches(held_out, length, True)
     if before is None:
-        windows = Windows(training, settings.document_tokens)
-        of_bases = log_frequencies((bases[bases > N] for one in training for bases in [one.contig.bases]), VOCABULARY)
+        every = np.concatenate([bases, stretches(held_out, length, False)[0]])
+        of_bases = log_frequencies((one.bases[one.bases > N] for one in training), VOCABULARY)
         model = make_masked(attention, settings, of_bases, seed, device)
-        return MaskedBases(model, sequences, windows, stretches.masked, of_bases, [seed, 0])
-    windows = Windows([one for one in training if one.is_annotated], settings.document_tokens)
+        asked = masked(every, np.random.default_rng(0))  # the same for every arm and seed
+        return MaskedBases(model, sequences, Windows(training, length), asked, of_bases, [seed, 0])
+    windows = Windows([one for one in training if one.is_annotated], length)
     of_classes = log_frequencies((one.labels[one.labels != BOTH] for one in windows.sequences), CLASSES)
     known = [one for one in held_out if one.is_annotated]
-    model = GeneModel(before.base_model, of_classes)
-    return Genes(model, sequences, windows, stretches.classes, of_classes, [seed, 1], known=known)
+    model = Classifier(before.base_model, of_classes)
+    return Genes(model, sequences, windows, (bases, class_labels(labels)), of_classes, [seed, 1], known=known)
 
 
-EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, phases)
+def make_masked(
+    attention: Attention, settings: Settings, frequencies: Tensor, seed: int, device: torch.device
+) -> NomicBertForMaskedLM:
+    """BERT with rotary positions, which begins with the frequencies of its tokens."""
+    config = NomicBertConfig(
+        **MODELS[settings.model],
+        vocab_size=VOCABULARY,
+        pad_token_id=PAD,
+        type_vocab_size=1,
+        max_position_embeddings=attention.length,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+    )
+    return make_model(NomicBertForMaskedLM, config, attention, settings, frequencies, seed, device)
+
+
+EXPERIMENT = Experiment(default_arms, require, prepare, phases)

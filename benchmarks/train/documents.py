@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ds_sparse.extras import optional_imports
-
-from . import documents_data
-from .documents_data import HELD_OUT, TRAINING, Documents
-from .documents_texts import Wanted, installed_sources, texts_of
-from .experiment import Experiment, Phase, Task, in_halves
-from .f1 import macro_f1
-from .frequencies import log_frequencies, unigram_cross_entropy
-from .masked import MaskedTask, Rows
-from .models import ATTENTIONS, attention_of, default_arms, give_frequencies, make_bert, require_attention
-from .settings import Settings
-from .vocabulary import size_of
-
-with optional_imports():
-    from transformers import PreTrainedModel
+from .documents_texts import Text, Wanted, installed_sources, texts_of
+from .masked import MaskedTask, Rows, log_frequencies, macro_f1, unigram_cross_entropy
+from .models import ATTENTIONS, Classifier, attention_of, default_arms, make_bert, require_attention
+from .results import Settings
+from .texts import encoded, trained_tokenizer, vocabulary_of
+from .trainer import Experiment, Phase, Task, in_halves
 
 LEAST_FILES, QUICK_LEAST_FILES = 30, 8
 """Of a package, each of half as many tokens as the longest sequence or more."""
@@ -39,6 +34,8 @@ MASKED_ROWS = 64
 
 ARMS = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bslongformer-8192"
 
+TRAINING, HELD_OUT = "training", "held_out"
+
 
 def require(settings: Settings, arms: list[str]) -> None:
     """Raises ValueError where an arm is not known, or does not divide documents."""
@@ -47,7 +44,7 @@ def require(settings: Settings, arms: list[str]) -> None:
 
 
 def prepare(settings: Settings, data: Path) -> None:
-    """Says which files of installed packages there are, and writes them as `documents_data` has them.
+    """Says which files of installed packages there are, and writes them as `read` reads them.
 
     Raises:
         ValueError: too few packages are installed, or their files are fewer than a step takes.
@@ -55,8 +52,8 @@ def prepare(settings: Settings, data: Path) -> None:
     texts = texts_of(installed_sources(), wanted(settings))
     packages = dict.fromkeys(text.package for text in texts)
     print(f"{len(texts):,} files of {len(packages)} packages: {', '.join(packages)}", flush=True)
-    documents_data.write(texts, data, size_of(settings) - 1, settings.document_tokens)
-    rows = len(documents_data.rows_of(documents_data.read(data, TRAINING), settings.document_tokens))
+    write(texts, data, vocabulary_of(settings) - 1, settings.document_tokens)
+    rows = len(read(data, TRAINING).rows(settings.document_tokens))
     if rows < (least := settings.tokens_per_step // settings.document_tokens):
         raise ValueError(
             f"The files to train on have {rows:,} times {settings.document_tokens:,} tokens, and a step takes {least}: "
@@ -71,36 +68,57 @@ def wanted(settings: Settings) -> Wanted:
     return Wanted(least_files, characters // 2, characters * 3 // 2, QUICK_PACKAGES if settings.quick else None)
 
 
-class PackageModel(nn.Module):
-    """Packages from the mean of an encoder's vectors; it begins with their frequencies."""
+@dataclass(frozen=True)
+class Documents:
+    """Files as tokens.
 
-    def __init__(self, encoder: PreTrainedModel, frequencies: Tensor) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.packages = nn.Linear(encoder.config.hidden_size, len(frequencies), device=encoder.device)
-        give_frequencies(self.packages, frequencies)
+    Attributes:
+        tokens: uint16 (files, tokens), 0 after the end of a file.
+        lengths: int64 (files), how many tokens each has.
+        packages: int64 (files), the number of the package.
+    """
 
-    def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Logits (files, packages) of int64 tokens (files, tokens), of which each file has so many."""
-        mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
-        hidden = self.encoder(input_ids=input_ids, attention_mask=mask.long()).last_hidden_state
-        mean = (hidden * mask[..., None]).sum(1) / lengths[:, None]
-        logits: Tensor = self.packages(mean)
-        return logits
+    tokens: np.ndarray
+    lengths: np.ndarray
+    packages: np.ndarray
+
+    def rows(self, length: int) -> np.ndarray:
+        """The tokens of all files end to end, in rows (rows, length), without the rest."""
+        tokens = self.tokens[np.arange(self.tokens.shape[1]) < self.lengths[:, None]]
+        return tokens[: len(tokens) // length * length].reshape(-1, length)
+
+
+def write(texts: Sequence[Text], folder: Path, size: int, length: int) -> None:
+    """Writes what `read` reads: the first `length` tokens of each text, by a tokenizer of at most `size` tokens that is
+    trained on those that are not held out."""
+    tokenizer = trained_tokenizer((text.text for text in texts if not text.is_held_out), size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    packages = sorted({text.package for text in texts})
+    (folder / "packages.json").write_text(json.dumps(packages))
+    for side in (TRAINING, HELD_OUT):
+        of_side = [text for text in texts if text.is_held_out == (side == HELD_OUT)]
+        ids = [one[:length] for one in encoded(tokenizer, [text.text for text in of_side])]
+        np.savez(
+            folder / f"{side}.npz",
+            tokens=np.stack([np.pad(one, (0, length - len(one))) for one in ids]),
+            lengths=np.array([len(one) for one in ids]),
+            packages=np.array([packages.index(text.package) for text in of_side]),
+        )
+
+
+def read(folder: Path, side: str) -> Documents:
+    """Of a side, `TRAINING` or `HELD_OUT`."""
+    return Documents(**np.load(folder / f"{side}.npz"))
 
 
 class Packages(Task):
-    """The package of a file, of which the first `length` tokens are seen.
-
-    Args:
-        model: of which a step trains on so many tokens.
-    """
+    """The package of a file, of which the first `length` tokens are seen; a step trains on so many tokens."""
 
     asked = "packages"
 
     def __init__(
         self,
-        model: PackageModel,
+        model: Classifier,
         length: int,
         training: Documents,
         held_out: Documents,
@@ -118,7 +136,7 @@ class Packages(Task):
     def logits(self, documents: Documents, files: np.ndarray) -> Tensor:
         tokens = torch.from_numpy(documents.tokens[files, : self.length].astype(np.int64))
         lengths = torch.from_numpy(np.minimum(documents.lengths[files], self.length))
-        return self.model(tokens.to(self.device), lengths.to(self.device)).float()
+        return self.model.of_sequences(tokens.to(self.device), lengths.to(self.device)).float()
 
     def loss(self, step: int) -> Tensor:
         files = self.rows.of(step)
@@ -139,30 +157,26 @@ class Packages(Task):
 
     def measures(self) -> dict[str, float]:
         predicted, packages = self.held_out_logits().argmax(1).numpy(), self.held_out.packages
-        accuracy = float((predicted == packages).mean())
-        return {"accuracy": accuracy, "macro_f1": macro_f1(predicted, packages)}
+        return {"accuracy": float((predicted == packages).mean()), "macro_f1": macro_f1(predicted, packages)}
 
 
 def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Phase]:
     return in_halves(partial(make_task, settings, data, arm, seed, device))
 
 
-def make_task(
-    settings: Settings, data: Path, arm: str, seed: int, device: torch.device, before: PreTrainedModel | None
-) -> Task:
+def make_task(settings: Settings, data: Path, arm: str, seed: int, device: torch.device, before: Any) -> Task:
     """Masked tokens with a new model, then packages with the encoder of that one."""
-    attention, size, per_step = attention_of(arm), size_of(settings), settings.tokens_per_step
-    training, held_out = documents_data.read(data, TRAINING), documents_data.read(data, HELD_OUT)
+    attention, size, per_step = attention_of(arm), vocabulary_of(settings), settings.tokens_per_step
+    training, held_out = read(data, TRAINING), read(data, HELD_OUT)
     if before is None:
-        rows = documents_data.rows_of(training, settings.document_tokens)
+        rows, of_held_out = (side.rows(settings.document_tokens) for side in (training, held_out))
         of_tokens = log_frequencies([rows], size)
         model = make_bert(attention, settings, of_tokens, seed, device)
-        of_held_out = documents_data.rows_of(held_out, settings.document_tokens)
         some = of_held_out[:: -(-len(of_held_out) // MASKED_ROWS)]
         return MaskedTask(model, attention.length, rows, some, of_tokens, size - 1, per_step, seed, device)
-    of_packages = log_frequencies([training.packages], len(documents_data.names(data)))
-    packages = PackageModel(before.base_model, of_packages)
-    return Packages(packages, attention.length, training, held_out, of_packages, per_step, seed, device)
+    of_packages = log_frequencies([training.packages], len(json.loads((data / "packages.json").read_text())))
+    model = Classifier(before.base_model, of_packages)
+    return Packages(model, attention.length, training, held_out, of_packages, per_step, seed, device)
 
 
-EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, phases)
+EXPERIMENT = Experiment(default_arms, require, prepare, phases)

@@ -8,12 +8,11 @@ import sysconfig
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
 
-from .sources import INSTALLED, SKIPPED, files_below, is_held_out, text_of
+from .texts import INSTALLED, SKIPPED, files_below, is_held_out, text_of
 
 NAME = "NAME"
 """What stands for a name that was taken out."""
@@ -39,27 +38,13 @@ class Text:
     package: str
     text: str
 
-    @cached_property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
     @property
     def is_held_out(self) -> bool:
-        """One file in five."""
         return is_held_out(self.text, HELD_OUT_ONE_IN)
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Files by the top-level package that they belong to, each with its path from the folder that the package is in."""
-
-    files: Mapping[str, Mapping[str, Path]]
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """Of all packages, and of all their modules."""
-        parts = (part for files in self.files.values() for path in files for part in Path(path).with_suffix("").parts)
-        return frozenset(parts) - {"__init__", "__main__"}
+Sources = Mapping[str, Mapping[str, Path]]
+"""Files by the top-level package that they belong to, each with its path from the folder that the package is in."""
 
 
 def installed_sources() -> Sources:
@@ -71,7 +56,7 @@ def installed_sources() -> Sources:
             where = path.relative_to(root)
             if len(where.parts) > 1:
                 files[where.parts[0]][where.as_posix()] = path
-    return Sources(files)
+    return files
 
 
 @dataclass(frozen=True)
@@ -99,12 +84,12 @@ def texts_of(sources: Sources, wanted: Wanted) -> list[Text]:
     """
     least = wanted.least_characters
     long = {
-        package: [path for where, path in sorted(files.items(), key=drawn) if path.stat().st_size >= least]
-        for package, files in sources.files.items()
+        package: [files[where] for where in sorted(files, key=drawn) if files[where].stat().st_size >= least]
+        for package, files in sources.items()
     }
     largest = sorted(long, key=lambda package: (-len(long[package]), package))
     packages = [package for package in largest if len(long[package]) >= wanted.least_files][: wanted.most_packages]
-    removal = Removal.of(packages, sources.names)
+    removal = Removal.of(packages, sources)
     taken: set[str] = set()
     found = {package: list(cleaned(package, long[package], removal, wanted, taken)) for package in packages}
     classes = {package: texts for package, texts in found.items() if len(texts) >= wanted.least_files}
@@ -116,19 +101,18 @@ def texts_of(sources: Sources, wanted: Wanted) -> list[Text]:
     return [text for package in sorted(classes) for text in classes[package]]
 
 
-def drawn(file: tuple[str, Path]) -> str:
+def drawn(where: str) -> str:
     """A key that puts files in an order by chance, the same on every machine."""
-    return hashlib.sha256(file[0].encode()).hexdigest()
+    return hashlib.sha256(where.encode()).hexdigest()
 
 
 def cleaned(package: str, paths: Iterable[Path], removal: Removal, wanted: Wanted, taken: set[str]) -> Iterator[Text]:
-    """The first `MOST_FILES` that are long enough without names, and are not `taken`: there, a hash each, they go."""
-    texts = (Text(package, removal.cleaned(text_of(path)[: wanted.most_characters])) for path in paths)
-    long = (text for text in texts if len(text.text) >= wanted.least_characters)
-    fresh = (text for text in long if text.sha256 not in taken)
+    """The first `MOST_FILES` that are long enough without names, and are not `taken`: there they go."""
+    texts = (removal.cleaned(text_of(path)[: wanted.most_characters]) for path in paths)
+    fresh = (text for text in texts if len(text) >= wanted.least_characters and text not in taken)
     for text in islice(fresh, MOST_FILES):
-        taken.add(text.sha256)
-        yield text
+        taken.add(text)
+        yield Text(package, text)
 
 
 @dataclass(frozen=True)
@@ -137,27 +121,25 @@ class Removal:
 
     Attributes:
         own: finds names of the packages to be told apart, and of what they are installed from, anywhere.
-        names: whole identifiers.
+        names: whole identifiers, of all packages and all their modules.
     """
 
     own: re.Pattern[str]
     names: frozenset[str]
 
     @classmethod
-    def of(cls, packages: Iterable[str], names: frozenset[str]) -> Removal:
+    def of(cls, packages: Iterable[str], sources: Sources) -> Removal:
         distributions = metadata.packages_distributions()
         own = {name.lower() for package in packages for name in (package, *distributions.get(package, ()))}
         longest_first = sorted((name.strip("_") for name in own), key=len, reverse=True)
         patterns = ("[-_. ]?".join(map(re.escape, re.split("[-_.]", name))) for name in longest_first)
-        return cls(re.compile("|".join(patterns), re.IGNORECASE), names)
+        parts = (part for files in sources.values() for path in files for part in Path(path).with_suffix("").parts)
+        return cls(re.compile("|".join(patterns), re.IGNORECASE), frozenset(parts) - {"__init__", "__main__"})
 
     def cleaned(self, source: str) -> str:
         """A source without its first comments, its imports, lines about licences and names of packages."""
-        text = LICENCE.sub("", IMPORT.sub("", without_header(source)))
-        return IDENTIFIER.sub(self.replaced, self.own.sub(NAME, text))
-
-    def replaced(self, found: re.Match[str]) -> str:
-        return NAME if found[0] in self.names else found[0]
+        text = self.own.sub(NAME, LICENCE.sub("", IMPORT.sub("", without_header(source))))
+        return IDENTIFIER.sub(lambda found: NAME if found[0] in self.names else found[0], text)
 
 
 def without_header(source: str) -> str:

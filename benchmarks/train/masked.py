@@ -1,4 +1,5 @@
-"""Masked-language modelling on pieces of documents: which are trained on when, and which of their tokens are masked.
+"""Masked-language modelling on pieces of documents: which are trained on when, and which of their tokens are masked;
+and what all experiments are held to: unigram cross-entropy and F1.
 
 A document's piece is a row of tokens. A model with shorter sequences has it in parts, so that all see the same tokens,
 masked at the same places, in the same order.
@@ -6,6 +7,8 @@ masked at the same places, in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,11 +19,50 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.models.bert_steps import Batch, loss_of
 
-from .experiment import Task
-from .frequencies import unigram_cross_entropy
+from .trainer import Task
 
 MASKED = 0.15
 """Part of the tokens."""
+
+
+def log_frequencies(labels: Iterable[np.ndarray], classes: int) -> Tensor:
+    """fp32 (classes), the logarithm of each class's share of integer labels, arrays of any shape. Each counts once
+    more than it is there, so that none is impossible."""
+    counts = 1 + sum(np.bincount(np.ravel(some), minlength=classes) for some in labels)
+    return torch.from_numpy(np.log(counts / counts.sum())).float()
+
+
+def unigram_cross_entropy(frequencies: Tensor, labels: np.ndarray) -> float:
+    """Nats, of integer labels, an array of any shape, by the result of `log_frequencies`."""
+    return -float(frequencies[torch.from_numpy(labels.astype(np.int64))].mean())
+
+
+@dataclass(frozen=True)
+class Found:
+    """How many are predicted, how many are there, and how many of both agree; of several sequences, their sum."""
+
+    predicted: int = 0
+    there: int = 0
+    right: int = 0
+
+    def __add__(self, other: Found) -> Found:
+        return Found(self.predicted + other.predicted, self.there + other.there, self.right + other.right)
+
+    @property
+    def f1(self) -> float:
+        """The harmonic mean of precision and recall; 0 where nothing is predicted or there."""
+        both = self.predicted + self.there
+        return 2 * self.right / both if both else 0.0
+
+
+def macro_f1(predicted: np.ndarray, classes: np.ndarray) -> float:
+    """The mean of the F1 of each class that is there; both arrays have a class for each of what is classified."""
+    return float(np.mean([found_of_class(predicted == one, classes == one).f1 for one in np.unique(classes)]))
+
+
+def found_of_class(predicted: np.ndarray, there: np.ndarray) -> Found:
+    """Of bool arrays."""
+    return Found(int(predicted.sum()), int(there.sum()), int((predicted & there).sum()))
 
 
 class Rows:

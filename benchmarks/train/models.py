@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from benchmarks.models.bert import require_layout
 from ds_sparse.bench.cases import DENSE_IN_BERT, STRUCTURES_IN_BERT
@@ -15,9 +16,7 @@ from ds_sparse.extras import optional_imports
 from ds_sparse.models.sparsify import sparsify
 from ds_sparse.sparsity import SparsityConfig
 
-from .neighbours import add_neighbours
-from .results import DENSE
-from .settings import MODELS, Settings
+from .results import DENSE, MODELS, Settings
 
 with optional_imports():
     from transformers import BertConfig, BertForMaskedLM
@@ -124,6 +123,40 @@ def make_model(
     return model
 
 
+REACH = 2
+"""Tokens on each side."""
+
+LARGEST = 2.0
+"""Of the weights at the beginning, which are uniform around 0; a quarter of it takes a model twice the steps to leave
+the unigram cross-entropy."""
+
+
+class Neighbours(nn.Module):
+    """Adds to the vector of each token, (B, T, hidden), a depthwise convolution of those on both sides, as wav2vec 2.0
+    does (Baevski et al. 2020, arXiv 2006.11477).
+
+    Attention that has to find neighbours by absolute positions alone stays near the unigram cross-entropy for more than
+    a thousand steps, in which short runs would have nothing to compare. Neighbours begin with twice the weight of the
+    token itself, whose vector says nothing where it is masked.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2 * REACH, hidden).uniform_(-LARGEST, LARGEST))
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded, tokens = pad(x, (0, 0, REACH, REACH)), x.shape[1]
+        places = [place for place in range(2 * REACH + 1) if place != REACH]
+        return x + sum(padded[:, place : place + tokens] * weight for place, weight in zip(places, self.weight))
+
+
+def add_neighbours(model: Any) -> None:
+    """To the embeddings of a BERT, also of one with rotary positions."""
+    embeddings = model.base_model.embeddings
+    embeddings.neighbours = Neighbours(model.config.hidden_size)
+    embeddings.register_forward_hook(lambda module, _, output: module.neighbours(output))
+
+
 def give_frequencies(last: nn.Linear, frequencies: Tensor) -> None:
     """To a new model, as the bias of its last layer.
 
@@ -140,3 +173,25 @@ def give_attention(model: Any, kind: str, settings: Settings) -> None:
         model.set_attn_implementation(DENSE_IN_BERT)
     else:
         sparsify(model, structure_of(kind, settings))
+
+
+class Classifier(nn.Module):
+    """Classes from an encoder; it begins with their frequencies."""
+
+    def __init__(self, encoder: Any, frequencies: Tensor) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.classes = nn.Linear(encoder.config.hidden_size, len(frequencies), device=encoder.device)
+        give_frequencies(self.classes, frequencies)
+
+    def of_tokens(self, input_ids: Tensor) -> Tensor:
+        """Logits (sequences, tokens, classes) of int64 tokens (sequences, tokens)."""
+        logits: Tensor = self.classes(self.encoder(input_ids=input_ids).last_hidden_state)
+        return logits
+
+    def of_sequences(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Logits (sequences, classes) from the mean over tokens, of which each sequence has so many."""
+        mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
+        hidden = self.encoder(input_ids=input_ids, attention_mask=mask.long()).last_hidden_state
+        logits: Tensor = self.classes((hidden * mask[..., None]).sum(1) / lengths[:, None])
+        return logits

@@ -3,7 +3,8 @@ what each knows from afar."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,8 @@ from torch import nn
 
 from ds_sparse.models.sparse_attention_utils import SparseAttentionUtils
 
-from . import sources, vocabulary
-from .experiment import Experiment, Phase, Task
-from .far import far_tokens
-from .frequencies import log_frequencies
-from .masked import MaskedTask
+from . import texts
+from .masked import MaskedTask, log_frequencies
 from .models import (
     ATTENTIONS,
     SHORT,
@@ -30,22 +28,24 @@ from .models import (
     require_attention,
     short_of,
 )
-from .results import DENSE
-from .settings import Settings
+from .results import DENSE, Settings
+from .trainer import Experiment, Phase, Task
 
 HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**20, 2**13
 
-QUICK_BYTES = 2_000_000
-"""Of the documents that are read."""
-
-TOKENIZER_BYTES = 10_000_000
-"""Of the documents that the tokenizer is trained on."""
+QUICK_BYTES, TOKENIZER_BYTES = 2_000_000, 10_000_000
+"""Of the documents that are read, and that the tokenizer is trained on."""
 
 MOST_PIECES = 16
 """Of a document, so that a large table is not most of the text."""
 
 FAR = 2048
 """Tokens between a name and its last place before; in short documents half of their tokens."""
+
+NAME = re.compile(rb"[A-Za-z0-9]*(?:[a-z0-9][A-Z]|[A-Za-z0-9]_[A-Za-z0-9])\w*")
+"""Names of several words, such as read_rows or RowReader: those are identifiers wherever they stand, and no English."""
+
+WORD = re.compile(rb"[A-Za-z0-9]")
 
 CONTINUED = "continued-"
 
@@ -64,58 +64,68 @@ def require(settings: Settings, arms: list[str]) -> None:
 def prepare(settings: Settings, data: Path) -> None:
     """Writes train.npy and held_out.npy, uint16 (N, T), pieces of documents, far.npy, bool as held_out, and
     tokenizer.json."""
-    texts = list(some_documents(settings))
-    size = vocabulary.size_of(settings)
-    tokenizer = vocabulary.train(sample([text for text in texts if not sources.is_held_out(text)]), size - 1)
+    length = settings.document_tokens
+    found = read_texts(settings)
+    learned = [text for text in found if not texts.is_held_out(text)]
+    every = max(1, -(-sum(map(len, learned)) // TOKENIZER_BYTES))
+    tokenizer = texts.trained_tokenizer(learned[::every], texts.vocabulary_of(settings) - 1)
     tokenizer.save(str(data / "tokenizer.json"))
     train: list[np.ndarray] = []
     held_out: list[np.ndarray] = []
-    for text, ids in zip(texts, vocabulary.encoded(tokenizer, texts)):
-        rows = pieces_of(ids, settings.document_tokens)
-        (held_out if sources.is_held_out(text) else train).append(rows)
+    for text, ids in zip(found, texts.encoded(tokenizer, found)):
+        count = min(len(ids) // length, MOST_PIECES)
+        (held_out if texts.is_held_out(text) else train).append(ids[: count * length].reshape(count, length))
     rows = np.concatenate(train)
-    chosen = spread(held_out, held_out_rows(settings))
-    if min(len(rows), len(chosen)) < (least := settings.tokens_per_step // settings.document_tokens):
+    chosen = spread(held_out, (QUICK_HELD_OUT_TOKENS if settings.quick else HELD_OUT_TOKENS) // length)
+    if min(len(rows), len(chosen)) < (least := settings.tokens_per_step // length):
         raise ValueError(
-            f"The Python sources here have {len(rows):,} pieces of {settings.document_tokens:,} tokens to train on and "
-            f"{len(chosen):,} held out; a step takes {least}: give shorter --document-tokens."
+            f"The Python sources here have {len(rows):,} pieces of {length:,} tokens to train on and {len(chosen):,} "
+            f"held out; a step takes {least}: give shorter --document-tokens."
         )
-    pieces, distance = vocabulary.pieces(tokenizer), min(FAR, settings.document_tokens // 2)
+    pieces, distance = texts.pieces(tokenizer), min(FAR, length // 2)
     np.save(data / "far.npy", np.stack([far_tokens(row, pieces, distance) for row in chosen]))
     np.save(data / "held_out.npy", chosen)
     np.save(data / "train.npy", rows)
 
 
-def some_documents(settings: Settings) -> Iterator[str]:
-    """Those long enough to have a piece, if each token is one byte."""
-    left = QUICK_BYTES if settings.quick else float("inf")
-    for text in sources.documents(settings.document_tokens):
-        yield text
+def read_texts(settings: Settings) -> list[str]:
+    """Documents long enough to have a piece, if each token is one byte."""
+    found, left = [], QUICK_BYTES if settings.quick else float("inf")
+    for text in texts.documents(settings.document_tokens):
+        found.append(text)
         left -= len(text)
         if left <= 0:
-            return
-
-
-def sample(texts: list[str]) -> Iterator[str]:
-    """Every so many, of all parts."""
-    every = max(1, -(-sum(map(len, texts)) // TOKENIZER_BYTES))
-    return iter(texts[::every])
-
-
-def pieces_of(ids: np.ndarray, length: int) -> np.ndarray:
-    """(N, length), without the rest."""
-    count = min(len(ids) // length, MOST_PIECES)
-    return ids[: count * length].reshape(count, length)
-
-
-def held_out_rows(settings: Settings) -> int:
-    return (QUICK_HELD_OUT_TOKENS if settings.quick else HELD_OUT_TOKENS) // settings.document_tokens
+            break
+    return found
 
 
 def spread(documents: list[np.ndarray], rows: int) -> np.ndarray:
     """The first piece of each document, then the second, until there are so many."""
     ordered = [pieces[number] for number in range(MOST_PIECES) for pieces in documents if number < len(pieces)]
     return np.stack(ordered[:rows])
+
+
+def far_tokens(ids: np.ndarray, pieces: Sequence[bytes], distance: int) -> np.ndarray:
+    """bool (T): the tokens of names that stand more than `distance` tokens before, and not nearer before or after.
+
+    Args:
+        ids: integers (T), a document.
+        pieces: the bytes of each token.
+    """
+    parts = [pieces[token] for token in ids]
+    ends = np.cumsum([len(part) for part in parts])
+    starts = ends - [len(part) for part in parts]
+    places: dict[bytes, list[tuple[int, int, int]]] = {}
+    for found in NAME.finditer(b"".join(parts)):
+        token = int(np.searchsorted(ends, found.start(), side="right"))
+        places.setdefault(found[0], []).append((token, *found.span()))
+    far: np.ndarray = np.zeros(len(ids), dtype=bool)
+    for of_name in places.values():
+        for before, here, after in zip(of_name, of_name[1:], [*of_name[2:], None]):
+            if here[0] - before[0] > distance and (after is None or after[0] - here[0] > distance):
+                # With the space before a name, which byte-level BPE has in its first token.
+                far |= (starts >= here[1] - 1) & (ends <= here[2])
+    return far & np.array([WORD.search(part) is not None for part in parts], dtype=bool)
 
 
 class QualityTask(MaskedTask):
@@ -142,25 +152,19 @@ class QualityTask(MaskedTask):
 
 def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Phase]:
     attention = attention_of(arm.removeprefix(CONTINUED))
-    task = partial(make_task, settings, data, seed=seed, device=device)
+    task = partial(make_task, settings, data, seed, device)
     if not arm.startswith(CONTINUED):
         return [Phase(1.0, partial(task, attention))]
     return [Phase(0.5, partial(task, Attention(DENSE, short_of(settings)))), Phase(0.5, partial(task, attention))]
 
 
 def make_task(
-    settings: Settings,
-    data: Path,
-    attention: Attention,
-    before: nn.Module | None,
-    *,
-    seed: int,
-    device: torch.device,
+    settings: Settings, data: Path, seed: int, device: torch.device, attention: Attention, before: nn.Module | None
 ) -> Task:
     """Of new weights, or of a dense model's before, which gets room for longer sequences as `ds_sparse adapt` gives it,
     and the attention."""
     train, held_out, far = (np.load(data / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out", "far"))
-    size = vocabulary.size_of(settings)
+    size = texts.vocabulary_of(settings)
     frequencies = log_frequencies([train], size)
     if before is None:
         model = make_bert(attention, settings, frequencies, seed, device)
@@ -171,4 +175,4 @@ def make_task(
     return QualityTask(model, attention.length, train, held_out, *fixed, far=far)
 
 
-EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, phases)
+EXPERIMENT = Experiment(default_arms, require, prepare, phases)

@@ -1,10 +1,23 @@
 import pytest
 
-from benchmarks.train.results import Arm, Case, Point, Row, arms_by_case, dense_for, record, report, restore, table
-from benchmarks.train.settings import Settings
+from benchmarks.program import register
+from benchmarks.train.results import (
+    Arm,
+    Case,
+    Point,
+    Row,
+    Settings,
+    arms_by_case,
+    dense_for,
+    record,
+    report,
+    restore,
+    table,
+)
 from ds_sparse.bench import markdown
 from ds_sparse.bench.runs import WIDTH
 
+register()
 SETTINGS = Settings("quality", "small", "bf16", "cuda", False, 32768, 7e-4, 4096)
 ABOUT = dict(SETTINGS.__dict__)
 

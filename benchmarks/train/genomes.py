@@ -1,0 +1,273 @@
+"""Genomes: bases of FASTA files as tokens, genes of GFF3 files, and which sequences are held out."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+PAD, MASK, N, A, C, G, T = range(7)
+"""Tokens, one a base; N is any base that is not known. Nothing is padded, but models keep token 0 for padding."""
+
+VOCABULARY = 8
+
+TOKEN_OF: np.ndarray = np.full(256, N, np.uint8)
+"""A byte of a FASTA file to its token."""
+for token, letters in ((A, b"Aa"), (C, b"Cc"), (G, b"Gg"), (T, b"Tt")):
+    TOKEN_OF[list(letters)] = token
+
+OUTSIDE, FORWARD, REVERSE, BOTH = range(4)
+"""Classes of a base: in no gene, in one on the strand "+", in one on "-". `BOTH` is no class: such a base counts
+nowhere."""
+
+CLASSES, STRANDS = 3, {"+": FORWARD, "-": REVERSE}
+
+HELD_OUT_EVERY = 5
+"""The last of so many sequences of a genome is held out."""
+
+HELD_OUT_SHARE = 0.1
+"""Of each sequence where a genome has fewer; its end."""
+
+INSTALLED = Path("/usr/share/doc")
+"""Where Debian's packages of examples put their files."""
+
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "ustilago-maydis": (
+        "maffilter/examples/Umaydis/Umaydis.fasta.gz",
+        "maffilter/examples/Umaydis/Umaydis.gff3.gz",
+    ),
+    "human-x": ("smalt/test/data/hs37chrXtrunc.fa.gz",),
+    "plasmodium-falciparum": ("smalt/test/data/genome_1.fa.gz",),
+    "plasmodium-knowlesi": ("smalt/test/data/cigar_ref.fa.gz",),
+}
+"""Genomes of maffilter-examples, whose genes are known, and smalt-examples: a FASTA file and perhaps a GFF3 file."""
+
+OPENED_BY: dict[str, Callable[..., TextIO]] = {".gz": gzip.open, ".xz": lzma.open}
+FASTA, GFF3 = (".fa", ".fasta"), ".gff3"
+
+
+@dataclass(frozen=True)
+class Gene:
+    """Bases `start` to `end` (half open, from 0) of a sequence, introns too, on the strand "+" or "-"."""
+
+    start: int
+    end: int
+    strand: str
+
+
+@dataclass(frozen=True)
+class Contig:
+    """A sequence of a genome, (bases,) tokens in uint8, and its genes; those of others are not known."""
+
+    name: str
+    bases: np.ndarray
+    genes: Sequence[Gene] = ()
+    is_annotated: bool = False
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """The class of each base, uint8, introns included."""
+        labels: np.ndarray = np.zeros(len(self.bases), np.uint8)
+        for gene in self.genes:
+            labels[gene.start : gene.end] |= STRANDS[gene.strand]
+        return labels
+
+    def part(self, start: int, end: int) -> Contig:
+        """Some bases, with the genes that lie in them whole."""
+        inside = (gene for gene in self.genes if start <= gene.start and gene.end <= end)
+        genes = [Gene(gene.start - start, gene.end - start, gene.strand) for gene in inside]
+        return Contig(f"{self.name}:{start + 1}-{end}", self.bases[start:end], genes, self.is_annotated)
+
+
+def split(name: str, contigs: Sequence[Contig], least: int) -> tuple[list[Contig], list[Contig]]:
+    """Training and held-out sequences: every fifth is held out, in the order of the file; the end of each where there
+    are fewer than five.
+
+    Raises:
+        ValueError: all are too short.
+    """
+    if len(contigs) >= HELD_OUT_EVERY:
+        sides = [(i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1, contig) for i, contig in enumerate(contigs)]
+        return [one for held_out, one in sides if not held_out], [one for held_out, one in sides if held_out]
+    cuts = [(one, len(one.bases) - max(least, round(HELD_OUT_SHARE * len(one.bases)))) for one in contigs]
+    long = [(one, cut) for one, cut in cuts if cut >= least]
+    if not long:
+        raise ValueError(
+            f"The genome {name} has {len(contigs)} sequences of {least:,} bases or more: too few to hold any out. Give "
+            "a larger one."
+        )
+    return [one.part(0, cut) for one, cut in long], [one.part(cut, len(one.bases)) for one, cut in long]
+
+
+def in_order(genes: Iterable[Gene]) -> list[Gene]:
+    return sorted(genes, key=lambda gene: (gene.start, gene.end, gene.strand))
+
+
+@dataclass(frozen=True)
+class Files:
+    """Of a genome: a FASTA file, and a GFF3 file where its genes are known."""
+
+    name: str
+    fasta: Path
+    gff3: Path | None = None
+
+
+def installed_genomes(root: Path = INSTALLED) -> list[Files]:
+    """The files of those of `PACKAGES` that are installed.
+
+    Raises:
+        ValueError: the one that has genes is not.
+    """
+    found = {name: [root / path for path in paths] for name, paths in PACKAGES.items()}
+    files = [Files(name, *paths) for name, paths in found.items() if all(path.is_file() for path in paths)]
+    if not any(one.gff3 for one in files):
+        raise ValueError(
+            "The genome of Ustilago maydis with its genes is in Debian's package maffilter-examples, which is not "
+            "installed: apt-get install maffilter-examples (smalt-examples has three more genomes), or give a folder "
+            "of your own with --genomes."
+        )
+    return files
+
+
+def genomes_of_folder(folder: Path) -> list[Files]:
+    """Every FASTA file of a folder, with the GFF3 file of the same name.
+
+    Raises:
+        ValueError: there is no such folder, it has no FASTA file, or none of them has its genes.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--genomes {folder}: there is no such folder.")
+    names = {Path(path.stem if path.suffix in OPENED_BY else path.name): path for path in sorted(folder.iterdir())}
+    paths = {(name.stem, name.suffix): path for name, path in names.items()}
+    found = [Files(stem, path, paths.get((stem, GFF3))) for (stem, suffix), path in paths.items() if suffix in FASTA]
+    if not any(files.gff3 for files in found):
+        raise ValueError(
+            f"--genomes {folder} has {len(found)} FASTA files and no genes for them: give NAME.fa or NAME.fasta with "
+            f"NAME{GFF3} beside it; each may end in {' or '.join(OPENED_BY)}."
+        )
+    return found
+
+
+def read_genome(files: Files, least: int) -> tuple[list[Contig], list[Contig]]:
+    """Training and held-out sequences of a genome; those of fewer than `least` bases are left out.
+
+    Raises:
+        ValueError: a file is none of its kind, or no sequence is as long.
+    """
+    genes = read_gff3(files.gff3) if files.gff3 else {}
+    bases = read_fasta(files.fasta)
+    for name, of_name in genes.items():
+        if name not in bases:
+            raise ValueError(
+                f"{files.gff3} has genes on {name}, and {files.fasta} has no such sequence: it has "
+                f"{', '.join(list(bases)[:3])} ... Give the genome that these genes are of."
+            )
+        for gene in of_name:
+            if not 0 <= gene.start < gene.end <= len(bases[name]):
+                raise ValueError(
+                    f"{files.gff3} has a gene from {gene.start + 1} to {gene.end} on {name}, which has "
+                    f"{len(bases[name]):,} bases; give genes that lie on it."
+                )
+    long = {name: tokens for name, tokens in bases.items() if len(tokens) >= least}
+    contigs = [Contig(name, tokens, genes.get(name, ()), bool(genes)) for name, tokens in long.items()]
+    if not contigs:
+        raise ValueError(f"{files.fasta} has no sequence of {least:,} bases, which the longest arm sees at once.")
+    return split(files.name, contigs, least)
+
+
+def read_fasta(path: Path) -> dict[str, np.ndarray]:
+    """Sequences by name, the first word after ">"; of a name in MAF's manner, SPECIES:NAME:START:STRAND:LENGTH, NAME.
+
+    Raises:
+        ValueError: the file is no FASTA, or two of its sequences have one name.
+    """
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in read_lines(path):
+        if line.startswith(">"):
+            name = (line[1:].split() or ["unnamed"])[0]
+            parts = name.split(":")
+            name = parts[1] if len(parts) == 5 else name
+            if name in found:
+                raise ValueError(f"{path} has two sequences called {name}; name them apart.")
+            lines = found[name] = []
+        elif not found:
+            raise ValueError(f"{path} is no FASTA: its first line is {line[:40]!r}, and does not begin with '>'.")
+        else:
+            lines.append(line)
+    if not found:
+        raise ValueError(f"{path} is no FASTA: it is empty.")
+    written = {name: "".join(lines).encode("ascii", "replace") for name, lines in found.items()}
+    return {name: TOKEN_OF[np.frombuffer(text, np.uint8)] for name, text in written.items()}
+
+
+def read_gff3(path: Path) -> Mapping[str, list[Gene]]:
+    """The genes of each sequence in the order of their start: features "gene", or "mRNA" where a file has none; of
+    several mRNAs with the same ends and strand, one.
+
+    Raises:
+        ValueError: a line is none of GFF3, or no feature is a gene.
+    """
+    by_type: dict[str, dict[str, set[Gene]]] = defaultdict(lambda: defaultdict(set))
+    for line in read_lines(path):
+        if line.startswith("#"):
+            continue
+        try:
+            name, _, kind, start, end, _, strand, *_ = line.split("\t")
+            gene = Gene(int(start) - 1, int(end), strand)
+        except ValueError:
+            raise ValueError(
+                f"{path} is no GFF3: a line of it is {line[:60]!r}; nine fields with tabs make one."
+            ) from None
+        if strand in STRANDS:
+            by_type[kind][name].add(gene)
+    genes = by_type["gene"] or by_type["mRNA"]
+    if not genes:
+        raise ValueError(f"{path} has no feature that is a gene or an mRNA on a strand.")
+    return {name: in_order(of_name) for name, of_name in genes.items()}
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines that are not empty.
+
+    Raises:
+        ValueError: the file cannot be read, or is not compressed as its name says.
+    """
+    try:
+        with OPENED_BY.get(path.suffix, open)(path, "rt", encoding="ascii", errors="replace") as text:
+            yield from filter(None, (line.rstrip("\r\n") for line in text))
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from error
+
+
+SEQUENCES, BASES, GENE, GAP = 5, 4096, 360, 300
+"""Of the genome that `write_genome` makes up: so many bases, with a gene of `GENE` after about every `GAP`."""
+
+CODONS = [f"G{second}{third}" for second in "ACGT" for third in "GC"]
+"""Of its genes, which say their strand; the rest is mostly A and T."""
+
+
+def write_genome(folder: Path) -> None:
+    """Writes made_up.fa and made_up.gff3 into a folder, the same at every call: for a run that needs no package."""
+    generator = np.random.default_rng(0)
+    fasta, gff3 = "", "##gff-version 3\n"
+    for number in range(1, SEQUENCES + 1):
+        bases = ""
+        while len(bases) < BASES - GENE - 2 * GAP:
+            gap = generator.integers(GAP // 2, GAP * 3 // 2)
+            bases += "".join(generator.choice(list("ACGT"), gap, p=[0.4, 0.1, 0.1, 0.4]))
+            strand = "+-"[generator.integers(2)]
+            gff3 += f"chr{number}\tmade_up\tgene\t{len(bases) + 1}\t{len(bases) + GENE}\t.\t{strand}\t.\tID=gene\n"
+            gene = "ATG" + "".join(generator.choice(CODONS, GENE // 3 - 2)) + "TAA"
+            bases += gene if strand == "+" else gene.translate(str.maketrans("ACGT", "TGCA"))[::-1]
+        fasta += f">chr{number}\n{bases:T<{BASES}}\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "made_up.fa").write_text(fasta)
+    (folder / "made_up.gff3").write_text(gff3)

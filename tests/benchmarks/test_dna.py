@@ -1,0 +1,241 @@
+"""The experiment on genes: reading genomes, windows and classes of bases, and finding genes."""
+
+import gzip
+import lzma
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.program import main
+from benchmarks.train import dna, genomes
+from benchmarks.train.dna import Windows, stretches
+from benchmarks.train.genomes import BOTH, FORWARD, OUTSIDE, REVERSE, A, C, Contig, Files, G, Gene, N, T
+from ds_sparse.bench.show import load
+
+FASTA = ">Species:chr1:1:+:12\nACGTac\nnryTTT\n>chr2 rest of the line\nGG\n"
+GFF3 = (
+    "##gff-version 3\n"
+    "chr1\tx\tCDS\t2\t3\t.\t+\t0\tParent=a\n"
+    "chr1\tx\tmRNA\t2\t4\t.\t+\t.\tID=a;Note=one\n"
+    "chr1\tx\tmRNA\t6\t9\t.\t-\t.\tID=b\n"
+    "chr1\tx\tmRNA\t2\t4\t.\t+\t.\tID=another transcript of a\n"
+)
+CPU = torch.device("cpu")
+EVEN = torch.full((8,), 1 / 8).log()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "one.fasta.gz").write_bytes(gzip.compress(FASTA.encode()))
+    (tmp_path / "one.gff3.xz").write_bytes(lzma.compress(GFF3.encode()))
+    (tmp_path / "two.fa").write_text(">a\nACGT\n")
+    return tmp_path
+
+
+def test_sequences_and_genes_are_read_from_compressed_files(folder):
+    one, two = genomes.genomes_of_folder(folder)
+    assert (one.name, two.name, two.gff3) == ("one", "two", None)
+    bases = {name: of.tolist() for name, of in genomes.read_fasta(one.fasta).items()}
+    assert bases == {"chr1": [A, C, G, T, A, C, N, N, N, T, T, T], "chr2": [G, G]}
+    # Positions in GFF3 count from 1, and its ends are inside.
+    assert genomes.read_gff3(one.gff3) == {"chr1": [Gene(1, 4, "+"), Gene(5, 9, "-")]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.fa", "ACGT\n", "is no FASTA: its first line is 'ACGT'"),
+        ("a.fa", "", "is no FASTA: it is empty"),
+        ("a.fa", ">a\nA\n>a\nC\n", "has two sequences called a"),
+        ("a.fa.gz", ">a\nA\n", "cannot be read: Not a gzipped file"),
+        ("a.gff3", "chr1 x gene 1 2\n", "is no GFF3: a line of it is 'chr1 x gene 1 2'"),
+        ("a.gff3", "chr1\tx\tCDS\t1\t2\t.\t+\t0\tID=a\n", "has no feature that is a gene or an mRNA"),
+    ],
+)
+def test_a_file_that_is_something_else_says_so(tmp_path, name, text, sentence):
+    (tmp_path / name).write_text(text)
+    read = genomes.read_gff3 if "gff3" in name else genomes.read_fasta
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        read(tmp_path / name)
+
+
+def test_genes_that_do_not_lie_on_their_genome_and_genomes_that_are_missing_say_so(folder, tmp_path):
+    (folder / "far.gff3").write_text("chr1\tx\tgene\t5\t13\t.\t+\t.\tID=a\n")
+    for files, sentence in (
+        (Files("two", folder / "two.fa", folder / "one.gff3.xz"), "has genes on chr1, and .*two.fa has no such"),
+        (Files("one", folder / "one.fasta.gz", folder / "far.gff3"), "has a gene from 5 to 13 on chr1, which has 12"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            genomes.read_genome(files, least=1)
+    (tmp_path / "empty").mkdir()
+    for call, place, sentence in (
+        (genomes.installed_genomes, "empty", "apt-get install maffilter-examples"),
+        (genomes.genomes_of_folder, "empty", "has 0 FASTA files and no genes"),
+        (genomes.genomes_of_folder, "nothing", "there is no such folder"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call(tmp_path / place)
+
+
+def contigs(number, bases=100, genes=()):
+    return [Contig(f"chr{i}", np.full(bases, A, np.uint8), genes) for i in range(1, number + 1)]
+
+
+def test_every_fifth_sequence_is_held_out_and_of_few_the_end_with_its_genes():
+    training, held_out = genomes.split("x", contigs(11), least=10)
+    assert [contig.name for contig in held_out] == ["chr5", "chr10"] and len(training) == 9
+    genes = [Gene(10, 20, "+"), Gene(75, 85, "+"), Gene(82, 90, "-")]
+    (training,), (held_out,) = genomes.split("x", contigs(1, 100, genes), least=20)
+    assert (training.name, len(training.bases), training.genes) == ("chr1:1-80", 80, [Gene(10, 20, "+")])
+    assert (held_out.name, held_out.genes) == ("chr1:81-100", [Gene(2, 10, "-")])
+    with pytest.raises(ValueError, match="too few to hold any out"):
+        genomes.split("x", contigs(1), least=60)
+
+
+def test_classes_of_bases_and_back():
+    genes = [Gene(100, 400, "+"), Gene(390, 700, "-"), Gene(900, 1200, "-")]
+    labels = Contig("a", np.full(2000, A, np.uint8), genes).labels
+    classes = [*(OUTSIDE, FORWARD, FORWARD, BOTH, BOTH), *(REVERSE, REVERSE, OUTSIDE, REVERSE, OUTSIDE)]
+    assert [labels[place] for place in (99, 100, 389, 390, 399, 400, 699, 700, 1199, 1200)] == classes
+    labels[1000:1049] = OUTSIDE  # a gap that is closed
+    labels[1500:1649] = FORWARD  # too short for a gene
+    assert dna.genes_in(labels) == [Gene(100, 390, "+"), Gene(400, 700, "-"), Gene(900, 1200, "-")]
+    labels[1000:1050] = OUTSIDE
+    assert dna.genes_in(labels)[2:] == [Gene(1050, 1200, "-")]
+
+
+def test_f1_counts_the_strand_and_each_gene_once():
+    labels = np.array([OUTSIDE, FORWARD, FORWARD, REVERSE, BOTH], np.uint8)
+    found = dna.bases_found(np.array([FORWARD, FORWARD, REVERSE, OUTSIDE, FORWARD], np.uint8), labels)
+    assert (found.predicted, found.there, found.right) == (3, 3, 1)
+    genes = [Gene(0, 100, "+"), Gene(200, 300, "+"), Gene(400, 500, "-"), Gene(600, 700, "+")]
+    predicted = [
+        Gene(10, 60, "+"),  # half of the first
+        Gene(0, 100, "+"),  # the first again, which is found already
+        Gene(200, 301, "-"),  # the other strand
+        Gene(400, 549, "-"),  # found: 100 of 149
+        Gene(649, 700, "+"),  # 51 of 100
+    ]
+    found = dna.genes_found(predicted, genes)
+    assert (found.predicted, found.there, found.right) == (5, 4, 3)
+    assert dna.genes_found([Gene(0, 49, "+")], genes).right == 0
+
+
+@pytest.mark.parametrize("bases", [8, 9, 12, 100, 101])
+def test_each_base_is_said_by_the_window_in_which_it_lies_deepest(bases):
+    window = 8
+    starts = dna.window_starts(bases, window)
+    owned = list(dna.owned(starts, window, bases))
+    assert [place for own in owned for place in range(*own)] == list(range(bases))
+
+    def depth(place, start):
+        return min(place - start, start + window - 1 - place)
+
+    for start, own in zip(starts, owned, strict=True):
+        assert all(depth(place, start) == max(depth(place, other) for other in starts) >= 0 for place in range(*own))
+
+
+def annotated(length, is_annotated=True, seed=0):
+    bases = np.random.default_rng(seed).integers(A, T + 1, length, dtype=np.uint8)
+    return Contig("a", bases, [Gene(10, 60, "+"), Gene(70, 90, "-")], is_annotated)
+
+
+def test_windows_lie_in_one_sequence_with_their_classes_on_both_strands():
+    sequences = [annotated(100), annotated(130, seed=1)]
+    windows = Windows(sequences, 100)
+    assert windows.ends.tolist() == [1, 32]
+    bases, labels = windows.drawn(64, np.random.default_rng(0))
+    inside = {
+        (of.bases[i : i + 100].tobytes(), of.labels[i : i + 100].tobytes())
+        for of in sequences
+        for i in range(len(of.labels) - 99)
+    }
+    read = [(one.tobytes(), of.tobytes()) for one, of in zip(bases, labels, strict=True)]
+    turned = [tuple(part.tobytes() for part in dna.reverse_complement(*one)) for one in zip(bases, labels)]
+    on_the_first = [one in inside for one in read]
+    assert 16 < sum(on_the_first) < 48
+    assert all(first or other in inside for first, other in zip(on_the_first, turned, strict=True))
+    other = dna.reverse_complement(np.array([A, C, G, N]), np.array([OUTSIDE, FORWARD, REVERSE, BOTH]))
+    assert [part.tolist() for part in other] == [[N, C, G, T], [BOTH, FORWARD, REVERSE, OUTSIDE]]
+
+
+def test_known_bases_alone_are_masked():
+    bases = np.random.default_rng(0).integers(N, T + 1, (4, 5000), dtype=np.uint8)
+    given, labels = dna.masked(bases, np.random.default_rng(1))
+    asked = labels != dna.IGNORED
+    assert asked.mean() == pytest.approx(0.15 * 0.8, abs=0.01)
+    assert (labels[asked] == bases[asked]).all() and (bases[asked] > N).all()
+    assert (given == np.where(asked, genomes.MASK, bases)).all()
+
+
+def test_held_out_stretches_are_of_genomes_with_known_genes_and_of_others():
+    sequences = [annotated(1000), annotated(90, False), annotated(100, False, seed=1)]
+    (known, labels), (others, _) = (stretches(sequences, 100, is_annotated) for is_annotated in (True, False))
+    assert known.shape == labels.shape == (8, 100) and others.shape == (1, 100)
+    assert set(np.unique(labels)) == {OUTSIDE, FORWARD, REVERSE}
+    assert stretches(sequences[:1], 100, False)[0].shape == (0, 100)
+
+
+class ClassOfBase(torch.nn.Module):
+    """Says that C is in a gene on "+" and G in one on "-"."""
+
+    def of_tokens(self, input_ids):
+        classes = (input_ids == C) * FORWARD + (input_ids == G) * REVERSE
+        return torch.nn.functional.one_hot(classes, genomes.CLASSES).float()
+
+
+def test_genes_are_found_over_whole_sequences():
+    bases = np.full(5003, A, np.uint8)
+    bases[300:900], bases[2000:2400], bases[4000:5003] = C, G, C
+    genes = [Gene(300, 900, "+"), Gene(2000, 2400, "-"), Gene(3000, 3500, "-"), Gene(4000, 5003, "+")]
+    one = Contig("a", bases, genes, True)
+    sequences = dna.Sequences(window=64, per_step=512, device=CPU)
+    held_out = stretches([one], 512, True)
+    task = dna.Genes(ClassOfBase(), sequences, Windows([one], 512), held_out, EVEN, [0], known=[one])
+    assert (task.predicted(bases) == np.where(bases == A, OUTSIDE, np.where(bases == C, FORWARD, REVERSE))).all()
+    assert task.measures() == pytest.approx({"base_f1": 2 * 2003 / (2003 + 2503), "gene_f1": 2 * 3 / 7})
+
+
+class OfEachBase(torch.nn.Module):
+    """Logits of a base that follow from it, in whichever window."""
+
+    def forward(self, input_ids):
+        table = torch.randn(genomes.VOCABULARY, genomes.VOCABULARY, generator=torch.Generator().manual_seed(0))
+        return SimpleNamespace(logits=table[input_ids])
+
+
+def test_all_lengths_are_asked_for_the_same_bases():
+    one = annotated(5000)
+    held_out = dna.masked(stretches([one], 512, True)[0], np.random.default_rng(0))
+    losses = []
+    for window in (64, 512):
+        sequences = dna.Sequences(window, per_step=1024, device=CPU)
+        task = dna.MaskedBases(OfEachBase(), sequences, Windows([one], 512), held_out, EVEN, [0])
+        losses.append((float(task.loss(3)), task.evaluate()))
+    assert losses[0] == pytest.approx(losses[1]) and losses[0][0] != pytest.approx(losses[0][1])
+
+
+@pytest.mark.slow("trains every arm")
+def test_a_quick_run_says_loss_and_f1_of_each_arm_and_takes_genomes_of_a_folder(tmp_path, capsys):
+    command = ["train", "--experiment", "dna", "--quick", "--tokens", "4096", "--arms"]
+    genomes.write_genome(tmp_path / "mine")
+    mine = ["--genomes", str(tmp_path / "mine")]
+    assert main([*command, "dense-64,bigbird-512", *mine, "--json", str(tmp_path / "out.json")]) == 0
+    cases, rows = zip(*load(str(tmp_path / "out.json"))[2])
+    assert [case.arm for case in cases] == ["dense-64", "bigbird-512"]
+    for row in rows:
+        assert set(row.measures) == {"masked_loss", "base_f1", "gene_f1"}
+        assert row.measures["masked_loss"] == pytest.approx(row.curve[0].held_out) and row.held_out < 2.5
+        assert [point.asked for point in row.curve] == ["masked bases", "genes"]
+    (tmp_path / "mine" / "made_up.gff3").write_text("chr1\tx\tgene\t1\t9\t.\t+\t.\tID=a\n")
+    for wrong, sentence in (
+        (["dense-64", *mine], "No held-out sequence has a gene that is known"),
+        (["dense-1"], "has windows of 1 base; give at least 2"),
+        (["longformer-64"], "is no arm of dna"),
+    ):
+        capsys.readouterr()
+        assert main([*command, *wrong]) == 1
+        assert sentence in capsys.readouterr().err
