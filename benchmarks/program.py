@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import markdown, peers
-from ds_sparse.bench import commands
-from ds_sparse.bench import markdown as markdown_of_bench
+from benchmarks import peers
+from benchmarks.models import bert_results, modernbert_results, sequence_results
+from benchmarks.train import results as train_results
+from ds_sparse.bench import commands, markdown
 from ds_sparse.cli import bench
 
 
@@ -15,7 +16,12 @@ def register() -> None:
     if not commands.MODULES:
         commands.OPERATIONS |= commands.IN_A_CLONE
         commands.MODULES |= {name: f"benchmarks.commands.{name}" for name in commands.IN_A_CLONE}
-        markdown_of_bench.TABLES |= markdown.TABLES
+        markdown.TABLES |= {
+            "bert": bert_results.of_bert,
+            "modernbert": modernbert_results.of_modernbert,
+            "sequence": sequence_results.of_sequence,
+            "train": train_results.of_train,
+        }
         peers.register()
 
 

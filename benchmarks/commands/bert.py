@@ -72,7 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, device: torch.device) -> int:
     try:
-        from benchmarks.models import bert, bert_models
+        from benchmarks.models import bert
     except ImportError as error:
         print(f"bench bert measures Transformers' BERT. {error}", file=sys.stderr)
         return 1
@@ -83,13 +83,14 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
     def results(run: Run) -> Iterator[bert_results.Result]:
         nonlocal failed
         for dtype in args.dtype:
-            wrong = bert.wrong_ones(args.peers, dtype, device)
+            ours = [name for name in args.peers if name in cases.STRUCTURES_IN_BERT]
+            wrong = bert.wrong_ones(ours, partial(bert.verify, dtype=dtype, device=device))
             grid = [case_of(args, dtype, seq_len) for seq_len in lengths_of(args)]
             for case, rows in bert.results(grid, args.peers, wrong, device, args.repeats, args.seconds):
                 failed |= any(map(is_failure, rows))
                 yield keep(args, run, (case, rows))
 
-    show_report(args, results(begin(args, device, **bert_models.versions())))
+    show_report(args, results(begin(args, device, transformers=bert.transformers.__version__)))
     return status_of(peers.OURS, failed)
 
 
@@ -99,13 +100,13 @@ def measure_longest(args: argparse.Namespace, device: torch.device) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    from benchmarks.models import bert_longest, bert_models
+    from benchmarks.models import bert
 
-    run = begin(args, device, **bert_models.versions())
+    run = begin(args, device, transformers=bert.transformers.__version__)
     found = (
         result
         for dtype in args.dtype
-        for result in bert_longest.longest_tries(case_of(args, dtype, 0, True), args.peers, args.longest, device)
+        for result in bert.longest_tries(case_of(args, dtype, 0, True), args.peers, args.longest, device)
     )
     show_report(args, map(partial(keep, args, run), found))
     return 0

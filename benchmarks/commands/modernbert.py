@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -53,13 +54,13 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
     except ValueError as error:
         print(f"--seq-len: {error} Give longer rows.", file=sys.stderr)
         return 1
-    run = begin(args, device, **attention.versions(), **modernbert.versions())
+    run = begin(args, device, **attention.versions(), transformers=bert.transformers.__version__)
     failed = False
 
     def results() -> Iterator[modernbert_results.Result]:
         nonlocal failed
         for dtype in args.dtype:
-            wrong = modernbert.wrong_ones(args.peers, dtype, device)
+            wrong = bert.wrong_ones(args.peers, partial(modernbert.verify, dtype=dtype, device=device))
             for seq_len in seq_lens:
                 case = modernbert_results.Case(seq_len, dtype, args.device, not args.labelled_only)
                 rows = modernbert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)

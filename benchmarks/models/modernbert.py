@@ -8,22 +8,20 @@ measured. All attentions get the same documents, each in a form of its own: one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
-from benchmarks.models.bert_steps import LEAST_ERROR_ALLOWED, LOSS_SCALE
+from benchmarks.models.bert import LEAST_ERROR_ALLOWED, LOSS_SCALE, PROJECTIONS, built, with_mask
 from benchmarks.models.modernbert_results import OURS, OURS_PADDED, Case, Row
-from benchmarks.models.no_attention import PROJECTIONS
 from ds_sparse.bench.cases import FLOOR, IN_BERT
 from ds_sparse.bench.documents import cu_seqlens_of, places_of
-from ds_sparse.bench.machine import DTYPES
 from ds_sparse.bench.packed_peers import block_mask
-from ds_sparse.bench.reasons import Unsupported, in_short
+from ds_sparse.bench.reasons import Unsupported
 from ds_sparse.bench.step_times import Measured, measure_steps
 from ds_sparse.bench.verification import require_as_accurate
 from ds_sparse.extras import optional_imports
@@ -33,7 +31,7 @@ from ds_sparse.modules.structured_attention import whole_blocks
 
 with optional_imports():
     import transformers
-    from transformers import AttentionInterface, ModernBertConfig, ModernBertForMaskedLM
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
     from transformers.utils import import_utils
 
 MODEL: dict[str, dict[str, int]] = {
@@ -119,9 +117,7 @@ def make_step(name: str, case: Case, device: torch.device) -> Callable[[], None]
 def make_model(case: Case, device: torch.device, **sizes: int) -> ModernBertForMaskedLM:
     """In training mode, the same numbers at every call."""
     config = ModernBertConfig(**(MODEL[case.device] | sizes), max_position_embeddings=case.seq_len)
-    torch.manual_seed(0)
-    with torch.device(device):
-        return ModernBertForMaskedLM(config).to(DTYPES[case.dtype]).train()
+    return built(ModernBertForMaskedLM, config, case, device)
 
 
 def switch(model: ModernBertForMaskedLM, name: str) -> None:
@@ -242,45 +238,33 @@ def loss_of(model: ModernBertForMaskedLM, part: Piece, predicts_all: bool) -> Te
     return cross_entropy(logits.float(), part.labels.flatten()[part.labelled])
 
 
-def wrong_ones(names: Sequence[str], dtype: str, device: torch.device) -> dict[str, str]:
-    """Verifies all but the floor, which is no attention; why those that are wrong, or fail, are."""
-    reasons: dict[str, str] = {}
-    known: dict[bool, tuple[Tensor, Tensor]] = {}
-    for name in names:
-        if name != FLOOR:
-            try:
-                verify(name, dtype, device, known)
-            except Exception as error:  # noqa: BLE001 - whatever stops one is a line of the table
-                reasons[name] = in_short(error)
-    return reasons
-
-
-def verify(name: str, dtype: str, device: torch.device, known: dict[bool, tuple[Tensor, Tensor]]) -> None:
+def verify(name: str, dtype: str, device: torch.device) -> None:
     """Holds what reaches the first layer's queries, the gradient of their weight, to a dense model with what each token
-    sees as its mask; that gradient goes through attention alone, of global and of local layers.
-
-    known: by whether it is sparse, that gradient at the dtype and in float64, as far as it was made.
+    sees as its mask; that gradient goes through attention alone, of global and of local layers. The floor is none.
 
     Raises:
         ArithmeticError: an error larger than `require_as_accurate` allows.
     """
+    if name == FLOOR:
+        return
     case = Case(VERIFIED_TOKENS, dtype, device.type)
-    lengths = case.lengths
-    sparse = name in (OURS, OURS_PADDED)
-    if sparse not in known:
-        model = make_model(case, device, num_hidden_layers=VERIFIED_LAYERS)
-        AttentionInterface.register(
-            _MASKED, partial(with_masks, reference_masks(sparse, lengths, model.config, device))
-        )
-        model.set_attn_implementation(_MASKED)
-        pieces = pieces_of(FLOOR, case, lengths, model.config, device)
-        plain = query_gradient(model, pieces)
-        known[sparse] = plain, query_gradient(model.double(), pieces)
+    plain, exact = references(case, name in (OURS, OURS_PADDED), device)
     model = make_model(case, device, num_hidden_layers=VERIFIED_LAYERS)
     switch(model, name)
-    found = query_gradient(model, pieces_of(name, case, lengths, model.config, device))
+    found = query_gradient(model, pieces_of(name, case, case.lengths, model.config, device))
     what = f"{name}: the gradient of the first layer's query weight"
-    require_as_accurate(what, found, *known[sparse], least=LEAST_ERROR_ALLOWED)
+    require_as_accurate(what, found, plain, exact, least=LEAST_ERROR_ALLOWED)
+
+
+@lru_cache(maxsize=2)
+def references(case: Case, sparse: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """That gradient at the dtype and in float64."""
+    model = make_model(case, device, num_hidden_layers=VERIFIED_LAYERS)
+    seen = reference_masks(sparse, case.lengths, model.config, device)
+    with_mask(model, lambda module: seen[FULL if module.sliding_window is None else SLIDING])
+    pieces = pieces_of(FLOOR, case, case.lengths, model.config, device)
+    plain = query_gradient(model, pieces)
+    return plain, query_gradient(model.double(), pieces)
 
 
 def query_gradient(model: ModernBertForMaskedLM, pieces: Sequence[Piece]) -> Tensor:
@@ -305,18 +289,3 @@ def reference_masks(
         places = [places_of(row, device)[1] for row in lengths]
         found[FULL] = found[FULL] & torch.stack([live[:, place[:, None], place] for place in places])
     return found
-
-
-def with_masks(
-    masks: Mapping[str, Tensor], module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, None]:
-    """Dense attention with the mask of the layer's kind."""
-    mask = masks[FULL if module.sliding_window is None else SLIDING]
-    return scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).contiguous(), None
-
-
-_MASKED = "ds_sparse_bench_document_masks"
-
-
-def versions() -> dict[str, str]:
-    return {"transformers": transformers.__version__}

@@ -10,6 +10,8 @@ from typing import Any
 
 from ds_sparse.bench.cases import FLOOR
 from ds_sparse.bench.documents import corpus_lengths
+from ds_sparse.bench.machine import in_three_digits
+from ds_sparse.bench.markdown import Table, percent
 from ds_sparse.bench.runs import rows_by_case
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
@@ -110,6 +112,35 @@ def table(case: Case, rows: list[Row]) -> Iterator[str]:
         share = "-" if row.of_floor is None else f"{row.of_floor:.0%}"
         peak = "-" if row.peak_gib is None else f"{row.peak_gib:.1f}"
         yield f"{row.attention:18} {row.milliseconds:9.1f} {share:>9} {row.tokens_per_second:10,.0f} {peak:>9}"
+
+
+def of_modernbert(results: list[Result]) -> dict[str, Table]:
+    """A line an attention that was measured: its step, the share of it that the floor takes, and memory."""
+    several = len({case for case, _ in results}) > 1
+    memory = any(row.peak_gib is not None for _, rows in results for row in rows)
+    lines = []
+    for case, rows in results:
+        for row in rows:
+            if row.reason:
+                continue
+            share = None if row.of_floor is None or row.attention == FLOOR else row.of_floor
+            lines.append(
+                [
+                    *([of_packed_step(case)] if several else []),
+                    "floor" if row.attention == FLOOR else f"`{row.attention}`",
+                    in_three_digits(row.milliseconds),
+                    "" if share is None else percent(share),
+                    f"{row.tokens_per_second:,.0f}",
+                    *([f"{row.peak_gib:.1f}"] if memory else []),
+                ]
+            )
+    heading = ["attention", "ms", "of the floor's speed", "tokens/s"]
+    return {"steps": Table([*(["rows"] if several else []), *heading, *(["peak GiB"] if memory else [])], lines)}
+
+
+def of_packed_step(case: Case) -> str:
+    rows = f"{len(case.lengths)} x {case.seq_len:,}, {case.dtype}"
+    return f"{rows}{'' if case.predicts_all else ', logits of labelled tokens alone'}"
 
 
 def record(result: Result) -> list[dict[str, Any]]:

@@ -1,48 +1,105 @@
-"""Results of `ds_sparse bench sequence`: their lines, and their rows in the JSON. Reading them takes no DeepSpeed."""
+"""Steps of BERT on several ranks, as `python -m benchmarks sequence` writes, prints and puts them on a page. Reading
+takes no DeepSpeed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.models.longest_sequence import Longest, alike, longest
-from benchmarks.models.sequence_cases import (
-    ACTIVATIONS,
-    ALONE,
-    CHECKPOINTED,
-    DATA,
-    KEPT,
-    OFFLOADED,
-    SEQUENCE,
-    SEVERAL,
-    Case,
-    Result,
-    Row,
-    ranks_of,
-    restore,
-    sequences_of,
-)
 from ds_sparse.bench.machine import in_three_digits
+from ds_sparse.bench.markdown import Table, percent
+from ds_sparse.bench.runs import rows_by_case
 
-__all__ = [
-    "ACTIVATIONS",
-    "ALONE",
-    "CHECKPOINTED",
-    "DATA",
-    "KEPT",
-    "OFFLOADED",
-    "SEQUENCE",
-    "SEVERAL",
-    "Case",
-    "Result",
-    "Row",
-    "ranks_of",
-    "record",
-    "report",
-    "restore",
-    "sequences_of",
-]
+ALONE, DATA, SEQUENCE = "alone", "data", "sequence"
+"""What ranks do: one computes a sequence, each computes one of its own, all share one."""
+
+SEVERAL = (DATA, SEQUENCE)
+
+KEPT, CHECKPOINTED, OFFLOADED = "kept", "checkpointed", "offloaded"
+ACTIVATIONS = (KEPT, CHECKPOINTED, OFFLOADED)
+"""What becomes of activations until backward: all are kept; each layer's input is, on the GPU, or on the CPU."""
+
+
+EXCHANGE, REDUCTION = "all-to-all", "reduction of gradients"
+"""What ranks send, as profiles of a step name it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step of BERT with sequences of `seq_len` tokens, or as many a rank.
+
+    Attributes:
+        structure: of `IN_BERT`.
+        activations: of `ACTIVATIONS`.
+        tiles: parts of a rank's tokens in which MLPs and the loss are computed, one after the other.
+        micro_batches: forward and backward passes of a step, whose gradients are added up.
+        tokens: of a pass, which has one sequence where these are fewer than a sequence's, else as many as fit.
+    """
+
+    seq_len: int
+    structure: str
+    dtype: str
+    device: str
+    zero_stage: int
+    activations: str = KEPT
+    tiles: int = 1
+    micro_batches: int = 1
+    tokens: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """Of a pass, on one rank or on those that share them."""
+        return max(1, self.tokens // self.seq_len)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case on some ranks; numbers are None where it was not measured, and `reason` says why.
+
+    Attributes:
+        parallel: ALONE, DATA or SEQUENCE.
+        efficiency: tokens a second over those of as many ranks as fast as the one alone.
+        peak_gib: memory on a rank's GPU at its highest, of the rank that has most; None on a CPU.
+        loss, gradient_norm: of the first step; a rank's own sequence has the loss of rank 0.
+        loss_alone, gradient_norm_alone: the same of the one rank.
+        profile: milliseconds of a step by where they go.
+        memory: GiB by what it is for.
+        is_try: it was looked for the longest sequence that fits.
+    """
+
+    ranks: int
+    parallel: str
+    milliseconds: float | None = None
+    tokens_per_second: float | None = None
+    efficiency: float | None = None
+    peak_gib: float | None = None
+    loss: float | None = None
+    gradient_norm: float | None = None
+    loss_alone: float | None = None
+    gradient_norm_alone: float | None = None
+    profile: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
+    is_try: bool = False
+    rounds: int = 0
+    reason: str = ""
+
+
+Result = tuple[Case, list[Row]]
+"""A case, measured."""
+
+
+def ranks_of(case: Case, row: Row) -> str:
+    return f"{row.ranks} {'rank' if row.ranks == 1 else 'ranks'}{sequences_of(case, row)}"
+
+
+def sequences_of(case: Case, row: Row) -> str:
+    """What ranks have, behind their number."""
+    if case.sequences == 1:
+        return {ALONE: "", DATA: ", a sequence each", SEQUENCE: ", one sequence"}[row.parallel]
+    has = {ALONE: "", DATA: " each", SEQUENCE: " that they share"}[row.parallel]
+    return f", {case.sequences} sequences{has}"
 
 
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
@@ -127,7 +184,69 @@ def longest_of(seen: Iterable[tuple[Case, Row]]) -> list[Longest[Case, Row]]:
     return [one for one in found if one is not None]
 
 
+def of_sequence(results: list[Result]) -> dict[str, Table]:
+    """Lines of what was measured on each number of ranks; where the time goes, and what memory is for."""
+    seen = [(case, row) for case, rows in results for row in rows if not row.reason]
+    settings = list(dict.fromkeys(settings_of(case) for case, _ in seen))
+
+    def start(case: Case, row: Row) -> list[str]:
+        ranks = f"{row.ranks}{sequences_of(case, row)}"
+        also = [settings_of(case)] if len(settings) > 1 else []
+        return [f"{case.seq_len:,}", ranks, *also]
+
+    def parts(of: Callable[[Row], Mapping[str, float]], write: Callable[[float], str]) -> Table:
+        names = list(dict.fromkeys(name for _, row in seen for name in of(row)))
+        lines = [
+            [*start(case, row), *(write(of(row)[name]) if name in of(row) else "" for name in names)]
+            for case, row in seen
+            if of(row)
+        ]
+        return Table([*heading, *names], lines)
+
+    heading = ["tokens", "ranks", *(["settings"] if len(settings) > 1 else [])]
+    steps = [
+        [
+            *start(case, row),
+            in_three_digits(row.milliseconds),
+            f"{row.tokens_per_second:,.0f}",
+            "" if row.efficiency is None else percent(row.efficiency),
+            "" if row.peak_gib is None else f"{row.peak_gib:.1f}",
+            f"{row.loss:.4f}",
+            "" if row.loss_alone is None else f"{row.loss_alone:.4f}",
+        ]
+        for case, row in seen
+        if not row.is_try
+    ]
+    columns = ["ms", "tokens/s", "efficiency", "peak GiB a rank", "loss", "loss on one rank"]
+    found = [
+        [
+            one.tokens,
+            *start(one.case, one.row)[1:],
+            "" if one.failed is None else f"{one.failed:,}",
+            in_three_digits(one.row.milliseconds),
+            "" if one.row.peak_gib is None else f"{one.row.peak_gib:.1f}",
+        ]
+        for one in longest_of((case, row) for case, rows in results for row in rows)
+    ]
+    notes = settings if len(settings) == 1 else []
+    return {
+        "steps": Table([*heading, *columns], steps, notes=notes),
+        "time": parts(lambda row: row.profile, in_three_digits),
+        "memory": parts(lambda row: row.memory, lambda gib: f"{gib:.2f}"),
+        "longest": Table([*heading, "too long", "ms", "peak GiB a rank"], found, notes=notes),
+    }
+
+
 def record(result: Result) -> list[dict[str, Any]]:
     """The rows with their case, flat, as they go into the JSON."""
     case, rows = result
     return [asdict(case) | asdict(row) for row in rows]
+
+
+def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
+    """The results whose `record` these are, one after the other.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    return rows_by_case(Case, Row, rows)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.models.bert_steps import Batch, loss_of
+from benchmarks.models.bert import Batch, loss_of
 
 from .trainer import Task
 

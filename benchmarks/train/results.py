@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from ds_sparse.bench.markdown import Table
 from ds_sparse.bench.runs import rows_by_case
 
 TINY, SMALL, BASE = "tiny", "small", "base"
@@ -295,6 +296,36 @@ def settings_of(case: Case) -> str:
         f"BERT-{case.model}, {case.dtype}, {case.tokens_per_step:,} tokens a step, documents of "
         f"{case.document_tokens:,} tokens"
     )
+
+
+def of_train(results: list[Result]) -> dict[str, Table]:
+    """For each budget a line an arm: its held-out loss, beside that of dense attention, and what else was measured."""
+    return {
+        f"{case.experiment}, {case.job.budget}, {settings_of(case)}": trained_arms(case, arms)
+        for case, arms in arms_by_case(results).items()
+    }
+
+
+def trained_arms(case: Case, arms: Sequence[Arm]) -> Table:
+    measures = list(dict.fromkeys(name for arm in arms for name in arm.measures))
+    lines = []
+    for arm in arms:
+        over = arm.over(dense_for(arm, arms))
+        lines.append(
+            [
+                f"`{arm.name}`",
+                str(len(arm.rows)),
+                f"{arm.held_out:.4f}" + ("" if arm.spread is None else f" ± {arm.spread:.4f}"),
+                "" if over is None else f"{over:.3f}",
+                f"{arm.seconds / 60:.2f}",
+                f"{arm.tokens / 1e6:.1f}",
+                f"{arm.tokens_per_second:,.0f}",
+                *(f"{arm.measures[name]:.4g}" if name in arm.measures else "" for name in measures),
+            ]
+        )
+    heading = ["arm", "seeds", "held-out loss", "of dense", "minutes", "million tokens", "tokens/s"]
+    about = f"{case.experiment}, {case.job.budget} an arm, {settings_of(case)}"
+    return Table([*heading, *(name.replace("_", " ") for name in measures)], lines, notes=[about])
 
 
 def record(result: Result) -> list[dict[str, Any]]:

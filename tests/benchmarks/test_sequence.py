@@ -1,15 +1,23 @@
+"""Steps on several ranks, the search for the longest sequence, processes, and where time and memory of a step go."""
+
 import json
+import queue
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.models import rank_processes, sequence, sequence_model, sequence_rank, sequence_results
+from benchmarks.models import longest_sequence, sequence, sequence_model, sequence_rank, sequence_results, step_profile
 from benchmarks.models.bert import batch
-from benchmarks.models.sequence_rank import Task
+from benchmarks.models.longest_sequence import Bracket
+from benchmarks.models.processes import FORKSERVER, Failure, next_result, results_of
+from benchmarks.models.sequence_rank import MemoryMeter, Task
 from benchmarks.models.sequence_results import ALONE, CHECKPOINTED, DATA, KEPT, OFFLOADED, SEQUENCE, Case, Row
+from benchmarks.models.step_profile import ATTENTION, EXCHANGE, IDLE, OPTIMIZER, OTHER, REDUCTION
 from benchmarks.program import main
+from ds_sparse.bench.machine import GIB
+from ds_sparse.bench.reasons import no_result_within, took_too_long
 
 CPU = torch.device("cpu")
 CASE = Case(512, "bigbird-64", "fp32", "cpu", 2)
@@ -86,7 +94,7 @@ def rows_without_processes(monkeypatch, found):
             if row.reason:
                 return
 
-    monkeypatch.setattr(rank_processes, "until_one_fails", measured)
+    monkeypatch.setattr(sequence, "until_one_fails", measured)
 
 
 def compared(lengths):
@@ -104,7 +112,7 @@ def test_the_longest_is_looked_for_from_what_was_measured_on(monkeypatch):
             reason = OUT_OF_MEMORY if peak > 100 else ""
             yield one, replace(TIMED, peak_gib=None if reason else peak, reason=reason, is_try=one.only_tries)
 
-    monkeypatch.setattr(rank_processes, "until_one_fails", measured)
+    monkeypatch.setattr(sequence, "until_one_fails", measured)
     properties = SimpleNamespace(total_memory=100 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     cases = [replace(CASE, seq_len=length) for length in (1024, 2048)]
@@ -154,9 +162,9 @@ def test_after_one_that_does_not_fit_no_longer_one_is_tried(monkeypatch):
     failed = Row(2, SEQUENCE, reason=OUT_OF_MEMORY)
     rows_without_processes(monkeypatch, {(2, SEQUENCE, 512): failed, (2, DATA, 512): TIMED, (2, DATA, 1024): TIMED})
     tasks = [task(replace(CASE, seq_len=length), way) for length in (512, 1024) for way in (SEQUENCE, DATA)]
-    found = list(rank_processes.rows_of(tasks, CPU))
+    found = list(sequence.rows_of(tasks, CPU))
     assert [row.reason for one, row in found if one.parallel == DATA] == ["", ""]
-    assert [row.reason for one, row in found if one.parallel == SEQUENCE] == [OUT_OF_MEMORY, rank_processes.TOO_LONG]
+    assert [row.reason for one, row in found if one.parallel == SEQUENCE] == [OUT_OF_MEMORY, sequence.TOO_LONG]
 
 
 def gradients(case):
@@ -184,6 +192,213 @@ def test_the_loss_is_that_of_transformers():
     of_all = super(type(model), model).forward(input_ids=data.tokens, labels=data.labels).loss
     torch.testing.assert_close(model(input_ids=data.tokens, labels=data.labels).loss, of_all)
     assert CASE.activations == KEPT
+
+
+LONG = Case(2**18, "bigbird-64", "bf16", "cuda", 2)
+ROOM = 139.0
+
+
+def looked_for(peak_of, measured=(2**18, 2**19), seconds=60, first=None):
+    """The lengths that were tried, those that did not fit negative."""
+    bracket = Bracket(ROOM, {length: peak_of(length) for length in measured if peak_of(length) <= ROOM}, first=first)
+
+    def attempt(seq_len, left):
+        assert 0 < left <= seconds
+        peak = peak_of(seq_len)
+        reason = "" if peak <= ROOM else "OutOfMemoryError: CUDA out of memory."
+        fitted = {} if reason else {"milliseconds": 1.0, "peak_gib": peak}
+        return replace(LONG, seq_len=seq_len), Row(1, ALONE, reason=reason, is_try=True, **fitted)
+
+    tried = longest_sequence.tries(bracket, attempt, seconds)
+    return [case.seq_len if row.milliseconds else -case.seq_len for case, row in tried]
+
+
+@pytest.mark.parametrize("most", [2**19 + 1024, 700_000, 3_000_000, 9_000_000])
+@pytest.mark.parametrize("constant", [0.0, 5.0])
+def test_the_longest_is_found_to_about_a_sixteenth(most, constant):
+    tried = looked_for(lambda length: constant + (ROOM - constant) * length / most)
+    longest = max([2**19, *(length for length in tried if length > 0)])
+    assert longest <= most <= min(-length for length in tried if length < 0)
+    assert min(-length for length in tried if length < 0) <= longest * 1.07
+    assert len(tried) <= 4 and len(set(tried)) == len(tried)
+
+
+def test_memory_that_grows_in_another_way_takes_more_tries():
+    tried = looked_for(lambda length: ROOM * (length / 2_000_000) ** 2)
+    fitted, failed = [x for x in tried if x > 0], [-x for x in tried if x < 0]
+    assert max(fitted) <= 2_000_000 <= min(failed) <= max(fitted) * 1.07 and len(tried) <= 10
+
+
+def test_where_nothing_fits_or_time_is_over_nothing_is_tried():
+    assert looked_for(lambda length: 1e3) == []
+    assert looked_for(lambda length: length / 1e6, seconds=0) == []
+
+
+def test_where_nothing_is_known_it_begins_with_a_length_and_halves_what_does_not_fit():
+    tried = looked_for(lambda length: ROOM * length / 10_000, measured=(), first=2**15)
+    assert tried[:3] == [-(2**15), -(2**14), 2**13] and max(tried) <= 10_000 <= min(-x for x in tried if x < 0)
+    assert looked_for(lambda length: 1e3, measured=(), first=4096) == [-4096, -2048, -1024]
+
+
+def test_what_takes_too_long_ends_the_search_and_is_not_too_long_a_sequence():
+    slow = Row(1, ALONE, reason=no_result_within(20), is_try=True)
+    bracket = Bracket(ROOM, {2**18: 10.0})
+    tried = list(longest_sequence.tries(bracket, lambda seq_len, left: (replace(LONG, seq_len=seq_len), slow), 60))
+    assert [case.seq_len for case, _ in tried] == [2**19]
+    fitted = LONG, Row(1, ALONE, 10.0, peak_gib=10.0)
+    assert longest_sequence.longest([fitted, *tried]) == (*fitted, None)
+
+
+def test_the_longest_is_said_with_the_shortest_that_did_not_fit():
+    rows = [
+        (LONG, Row(1, ALONE, 10.0, 1.0, loss=1.0, peak_gib=9.0)),
+        (replace(LONG, seq_len=2**20), Row(1, ALONE, 40.0, 1.0, loss=1.0, is_try=True)),
+        (replace(LONG, seq_len=2**21), Row(1, ALONE, reason="out of memory", is_try=True)),
+        (LONG, Row(2, "sequence", 5.0, 2.0, loss=1.0)),
+    ]
+    ((case, row, failed),) = sequence_results.longest_of(rows)
+    assert (case.seq_len, row.milliseconds, failed) == (2**20, 40.0, 2**21)
+    printed = [list(lines) for lines in sequence_results.report((case, [row]) for case, row in rows)]
+    assert printed[-1] == [
+        "the longest that fits, 1 rank, bigbird-64, bf16, ZeRO 2, activations kept: at least 1,048,576 tokens, where "
+        "the search's time was over; 2,097,152 do not fit"
+    ]
+    assert len(printed[-2]) == 3  # a heading, and what was no try
+
+
+def test_a_bracket_of_one_length_doubles_and_halves():
+    bracket = Bracket(ROOM, {1 << 20: 10.0})
+    assert bracket.next_length() == 1 << 21
+    bracket.failed.append(1 << 21)
+    assert bracket.next_length() == 3 << 19
+
+
+def count(number):
+    """Work in a process: counts up, and fails at 2."""
+    for i in range(number):
+        if i == 2:
+            raise RuntimeError("two is too many")
+        print("not among the results")
+        yield i
+
+
+def test_results_come_one_by_one_until_one_fails():
+    found = list(results_of(count, [(3,), (1,)], [60] * 5, FORKSERVER))
+    assert found == [0, 1, Failure("RuntimeError: two is too many")]
+
+
+def test_no_more_results_are_waited_for_than_asked_for():
+    assert list(results_of(count, [(2,)], [60], FORKSERVER)) == [0]
+
+
+@pytest.mark.slow("starts a process with torch")
+def test_a_process_that_ends_without_a_word_is_named():
+    broken, done = SimpleNamespace(exitcode=-9), SimpleNamespace(exitcode=0)
+    assert next_result(queue.Queue(), [done, broken], 60) == Failure("a process ended with status -9")
+    # One that is done has nothing more to say than the first, which may still be at work.
+    assert took_too_long(next_result(queue.Queue(), [done], 0.1).reason)
+
+
+class Allocator:
+    """Counts GiB as torch.cuda does."""
+
+    def __init__(self):
+        self.now = self.highest = 0.0
+
+    def hold(self, gib):
+        self.now += gib
+        self.highest = max(self.highest, self.now)
+
+    def touch(self, gib):
+        self.hold(gib)
+        self.now -= gib
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    made = Allocator()
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: int(made.now * GIB))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(made.highest * GIB))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(made, "highest", made.now))
+    return made
+
+
+def test_spans_inside_of_others_count_for_both(allocator):
+    meter = MemoryMeter(CPU)
+    allocator.hold(2)
+    meter.open("outer")
+    allocator.touch(1)
+    meter.open("inner")
+    allocator.touch(3)
+    meter.close("inner")
+    meter.open("inner")
+    allocator.touch(2)
+    meter.close("inner")
+    meter.close("outer")
+    assert meter.gib == {"inner": 3, "outer": 3}
+
+
+def test_memory_of_a_step_is_named_by_what_takes_it(allocator):
+    case = Case(512, "bigbird-64", "fp32", "cpu", 2)
+    model = sequence_model.make_model(case, CPU)
+    allocator.hold(4)
+
+    class Engine:
+        module = model
+        __call__ = model.__call__
+
+        def backward(self, loss):
+            allocator.touch(5)
+
+        def step(self):
+            allocator.touch(0.5)
+
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.register_forward_hook(lambda *_: allocator.touch(0.25))
+        layer.register_forward_hook(lambda *_: allocator.hold(1))
+    model.cls.register_forward_hook(lambda *_: allocator.touch(2))
+    data = batch(1, 512, model.config.vocab_size, CPU)
+    found = sequence_rank.memory_of(Engine(), data, case, CPU)
+    assert found.pop("parameters") + found.pop("optimizer states and buffers") == pytest.approx(4)
+    assert found == {"activations kept": 2, "attention": 0.25, "loss": 2, "backward": 5, "step": 0.5}
+    model(input_ids=data.tokens, labels=data.labels)  # its hooks are gone
+
+
+def event(name, start, duration, category="kernel"):
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
+
+
+TRACE = [
+    event("void ds_sparse::(anonymous namespace)::forward<64>", 0, 1000),
+    event("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 1000, 500),
+    event("ampere_bf16_gemm", 1400, 1000),
+    event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 2000, 2000),
+    event("ds_sparse bench: optimizer", 4000, 1000, "gpu_user_annotation"),
+    event("multi_tensor_apply_kernel", 4000, 600),
+    event("ncclDevKernel_AllGather_RING_LL", 4600, 400),
+    event("aten::mm", 0, 9000, "cpu_op"),
+    {"ph": "M", "name": "process_name"},
+]
+
+
+def test_each_moment_of_a_gpu_counts_once_and_communication_where_it_is_alone():
+    parts = step_profile.shares(step_profile.intervals(TRACE, "cuda"), step_profile.COUNTED_FIRST["cuda"])
+    assert parts == pytest.approx({ATTENTION: 1.0, OPTIMIZER: 1.0, OTHER: 1.0, EXCHANGE: 0.4, REDUCTION: 1.6})
+
+
+def test_what_a_profile_does_not_fill_of_a_step_is_idle():
+    parameter = torch.nn.Parameter(torch.randn(300, 300))
+    optimizer = torch.optim.AdamW([parameter])
+
+    def step():
+        (parameter @ parameter).sum().backward()
+        with step_profile.optimizer_range():
+            optimizer.step()
+
+    step()
+    parts = step_profile.profile_of(step, 1e4, torch.device("cpu"))
+    assert parts[OPTIMIZER] > 0 and parts[OTHER] > 0 and parts[ATTENTION] == parts[EXCHANGE] == 0
+    assert sum(parts.values()) == pytest.approx(1e4) and parts[IDLE] > 9e3
 
 
 @pytest.mark.gpu
