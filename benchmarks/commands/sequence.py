@@ -15,7 +15,7 @@ from ds_sparse.bench import cases, peers
 from ds_sparse.bench.commands.options import BF16_ON_A_GPU, add_shared, listed, one_of
 from ds_sparse.bench.commands.running import begin, keep, show_report, status_of
 from ds_sparse.bench.runs import Run
-from ds_sparse.bench.torch_settings import cpu_threads
+from ds_sparse.verify.torch_settings import cpu_threads
 
 RESULTS = sequence_results
 

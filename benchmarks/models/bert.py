@@ -32,11 +32,11 @@ from ds_sparse.bench.machine import DTYPES, GIB, wall_ms
 from ds_sparse.bench.peers import FLEX_ON_CPU, FLEX_TILE, compiled_flex
 from ds_sparse.bench.reasons import NOT_TRIED, TOO_LONG, Unsupported, in_short, ran_out_of_memory
 from ds_sparse.bench.step_times import measure_steps
-from ds_sparse.bench.verification import require_as_accurate
 from ds_sparse.extras import optional_imports
 from ds_sparse.layout import to_token_mask
 from ds_sparse.models.sparsify import sparsify
 from ds_sparse.modules.structured_attention import whole_blocks
+from ds_sparse.verify.accuracy import require_as_accurate
 
 with optional_imports():
     import transformers

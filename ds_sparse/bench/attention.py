@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..verify.accuracy import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
 from . import machine
 from .cases import Case
 from .floors import Ceilings, Size
@@ -26,7 +27,6 @@ from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digi
 from .peers import DENSE, OURS, PACKAGES, PEERS, Peer, Problem
 from .reasons import in_short
 from .runs import restored
-from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
 
 
 @dataclass(frozen=True)

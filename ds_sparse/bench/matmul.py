@@ -19,6 +19,7 @@ from .. import reference
 from ..index import BlockIndex
 from ..layout import to_token_mask
 from ..ops import MatMul, Softmax
+from ..verify.accuracy import random_tensors, require_as_accurate, require_same_meaning
 from .bsr import NO_BACKWARD, bsr_operations
 from .floors import Size
 from .layouts import make_layout
@@ -26,7 +27,6 @@ from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, in_three_digits
 from .operations import Competitor, Row, competitor, find, measure, without_time
 from .reasons import Unsupported, in_short
 from .runs import by_case, restored
-from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 DENSE = {
     "sdd": "dense q @ k^T",

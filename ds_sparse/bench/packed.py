@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..verify.accuracy import attention_of_documents, output_and_gradients, random_tensors, require_as_accurate
 from . import machine
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns
 from .packed_cases import Case
 from .packed_peers import ALWAYS, OURS, PADDED, PEERS, UNPACKED, Peer, Problem, on_documents
 from .reasons import in_short
 from .runs import restored
-from .verification import attention_of_documents, output_and_gradients, random_tensors, require_as_accurate
 
 DIRECTIONS = (FORWARD, TRAIN)
 

@@ -29,11 +29,11 @@ from ..ops import (
     torch_sparse_attention,
 )
 from ..ops.token_steps import weighted_sums
+from ..verify.accuracy import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
 from .floors import bytes_of_gathers, l2_read_rate
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns, time_of
 from .reasons import Unsupported
 from .runs import by_case, restored
-from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
 
 DIRECTIONS = (FORWARD, TRAIN)
 

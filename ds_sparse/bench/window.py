@@ -16,11 +16,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from .. import reference
 from ..index import WindowIndex
 from ..ops import unwindow_matmul, window_attention, window_matmul, window_softmax
+from ..verify.accuracy import random_tensors, require_as_accurate, require_same_meaning
 from .floors import Size
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .operations import Competitor, Row, competitor, find, measure, without_time
 from .runs import rows_by_case
-from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
 """What outputs and gradients of our operations are verified on, since the reference is dense and in float64; windows

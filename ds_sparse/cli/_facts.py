@@ -160,9 +160,9 @@ def _state(name: str, path: Path, facts: Facts) -> str:
 def _look_at_operations(facts: Facts) -> None:
     import torch
 
-    from ..bench.variants import variants
     from ..dispatch import IMPLEMENTATIONS, Call
     from ..dispatch.implementations import LIMITS
+    from ..verify.variants import variants
 
     served = {"cpu": not facts.libraries["CPU"].state, "cuda": bool(facts.gpu) and not facts.libraries["CUDA"].state}
     for name in (name for name, is_served in served.items() if is_served and not facts.operators_error):

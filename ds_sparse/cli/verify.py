@@ -14,8 +14,8 @@ from ._terminal import Terminal
 if TYPE_CHECKING:
     import torch
 
-    from ..bench.variants import Variant
-    from ..bench.verify_variants import Outcome
+    from ..verify.faults import Outcome
+    from ..verify.variants import Variant
 
 SHOWN = 20
 """Wrong variants that are named; the others are counted."""
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from ..bench.machine import conditions
-        from ..bench.variants import variants
+        from ..verify.variants import variants
     except (ImportError, OSError) as error:
         print(f"ds_sparse verify: {error}\nds_sparse report says what to do.", file=sys.stderr)
         return 1
@@ -103,7 +103,7 @@ def _families(
     args: argparse.Namespace, chosen: list[Variant], device: torch.device, seed: int, terminal: Terminal
 ) -> Iterator[list[Outcome]]:
     """The outcomes of one operation by one implementation, when they are there."""
-    from ..bench.verify_variants import verify
+    from ..verify.faults import verify
 
     for name, family in groupby(chosen, key=lambda variant: variant.family):
         variants, outcomes = list(family), []

@@ -11,8 +11,8 @@ import torch
 from ds_sparse.bench import packed, packed_peers
 from ds_sparse.bench.machine import FORWARD, TRAIN
 from ds_sparse.bench.packed_cases import TABLE, Case
-from ds_sparse.bench.verification import random_tensors
 from ds_sparse.cli import main
+from ds_sparse.verify.accuracy import random_tensors
 
 CPU = torch.device("cpu")
 NAMES = ("padded", "sdpa-padded", "sdpa-mask")

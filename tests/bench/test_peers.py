@@ -6,8 +6,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from ds_sparse import reference
 from ds_sparse.bench import peers
 from ds_sparse.bench.cases import Case
-from ds_sparse.bench.verification import random_tensors
 from ds_sparse.layout import to_token_mask
+from ds_sparse.verify.accuracy import random_tensors
 
 CASE = Case("toy", "random", block=16, batch=2, heads=3, seq_len=128, head_dim=16, options={"density": 0.4})
 

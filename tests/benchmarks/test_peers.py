@@ -13,7 +13,7 @@ from ds_sparse.bench import packed, packed_peers, peers, tokens
 from ds_sparse.bench.cases import Case
 from ds_sparse.bench.machine import FORWARD, TRAIN
 from ds_sparse.bench.packed_cases import Case as PackedCase
-from ds_sparse.bench.verification import random_tensors
+from ds_sparse.verify.accuracy import random_tensors
 
 register()
 CPU = torch.device("cpu")

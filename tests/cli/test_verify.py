@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from ds_sparse.bench import variants, verify_variants
 from ds_sparse.cli import main
 from ds_sparse.cli._terminal import Terminal
 from ds_sparse.ops import attention_operators, matmul, token
+from ds_sparse.verify import faults, variants
 
 
 class Spoiled:
@@ -101,7 +101,7 @@ def test_what_raises_is_wrong(monkeypatch, capsys):
 
 
 def test_of_many_wrong_variants_the_first_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(verify_variants, "fault", lambda *_: "off")
+    monkeypatch.setattr(faults, "fault", lambda *_: "off")
     assert main(["verify", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert printed.count(": off\n") == 20 and "The first 20 are named." in printed
@@ -109,7 +109,7 @@ def test_of_many_wrong_variants_the_first_are_named(monkeypatch, capsys):
 
 def test_more_seconds_are_more_rounds_with_other_numbers(monkeypatch, capsys):
     seeds = set()
-    monkeypatch.setattr(verify_variants, "fault", lambda variant, device, seed, *_: seeds.add(seed) or "")
+    monkeypatch.setattr(faults, "fault", lambda variant, device, seed, *_: seeds.add(seed) or "")
     words = ["verify", "--device", "cpu", "--operation", "window_softmax", "--seed", "7", "--seconds", "1"]
     assert main(words) == 0
     assert len(seeds) > 1 and min(seeds) == 7

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_sparse.bench.torch_settings import cpu_threads, poisoned_memory
+from ds_sparse.verify.torch_settings import cpu_threads, poisoned_memory
 
 from .bounds import units_of
 from .cases import Case, on_device

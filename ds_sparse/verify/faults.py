@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..dispatch import force_implementation
+from .accuracy import require_as_accurate
+from .cases import Case, Function, case_of
 from .repeats import Busy, busy_memory, differing
 from .torch_settings import cpu_threads, poisoned_memory
-from .variant_cases import Case, Function, case_of
 from .variants import Variant
-from .verification import require_as_accurate
 
 LEAST_ERRORS = {torch.float64: 1e-12, torch.float32: 2**-19}
 """Of the results, that are allowed at any rate: in float32 some 30 roundings, as sums of 1,000 terms have one after the

@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import as_on_hopper
 
-from ds_sparse.bench.variant_cases import CASES
-from ds_sparse.bench.variants import CHOSEN_BY, variants
 from ds_sparse.dispatch import IMPLEMENTATIONS
+from ds_sparse.verify.cases import CASES
+from ds_sparse.verify.variants import CHOSEN_BY, variants
 
 CPU = torch.device("cpu")
 

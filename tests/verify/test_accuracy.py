@@ -3,7 +3,7 @@ import torch
 from helpers import gradients, random, seeded
 
 from ds_sparse import reference
-from ds_sparse.bench.verification import attention_by_block_rows, require_as_accurate
+from ds_sparse.verify.accuracy import attention_by_block_rows, require_as_accurate
 
 
 def test_block_rows_give_what_the_reference_gives():

@@ -1,0 +1,1 @@
+"""`ds_sparse verify`: every kernel variant of a machine against its meaning in float64, and against itself."""
