@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.plain_loop import plain_loop
-from ds_sparse.bench import packed_peers, peers, tokens
-from ds_sparse.bench.peers import Peer, Problem, lists
+from ds_sparse.bench import attention, packed, tokens
+from ds_sparse.bench.attention import Problem
+from ds_sparse.bench.flex import lists
 from ds_sparse.bench.reasons import Unsupported
+from ds_sparse.bench.registry import Peer, tokens_first
 
 LOOP = "C++ loop"
+
+PACKAGES = ["triton", "flash-attn-4", "nvidia-cudnn-frontend", "fastvideo-kernel"]
+"""Packages whose versions are printed."""
 
 
 def flash_attention_4(problem: Problem) -> Peer:
@@ -43,7 +48,7 @@ def flash_attention_4(problem: Problem) -> Peer:
         )
         return output.transpose(1, 2)
 
-    return Peer(call, no_backward="" if block == 128 else "backward of blocks of 128 only", tokens_first=True)
+    return Peer(call, no_backward="" if block == 128 else "backward of blocks of 128 only", arranged=tokens_first)
 
 
 def flash_attention_4_dense(problem: Problem) -> Peer:
@@ -53,7 +58,7 @@ def flash_attention_4_dense(problem: Problem) -> Peer:
         output, _ = flash_attn_func(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         return output.transpose(1, 2)
 
-    return Peer(call, dense=True, tokens_first=True)
+    return Peer(call, dense=True, arranged=tokens_first)
 
 
 def cudnn_frontend(problem: Problem) -> Peer:
@@ -108,7 +113,7 @@ def lists_of_each_head(problem: Problem) -> tuple[Tensor, ...]:
     return tuple(x.expand(batch, heads, *x.shape[1:]).contiguous() for x in lists(problem.layout))
 
 
-def flash_attention_4_packed(problem: packed_peers.Problem) -> packed_peers.Peer:
+def flash_attention_4_packed(problem: packed.Problem) -> Peer:
     """`flash-attn-4` on packed documents: with its own windows, or every document dense."""
     from flash_attn.cute import flash_attn_varlen_func
 
@@ -123,19 +128,24 @@ def flash_attention_4_packed(problem: packed_peers.Problem) -> packed_peers.Peer
         )  # fmt: skip
         return (output[0] if isinstance(output, tuple) else output).transpose(0, 1)[None]
 
-    return packed_peers.Peer(call, arranged=packed_peers.tokens_first, dense=not case.is_window)
+    return Peer(call, arranged=tokens_first, dense=not case.is_window)
 
 
 def register() -> None:
     """Adds these to the peers of torch, and those that measure what ours does to what a GPU runs by default."""
-    peers.PEERS |= {
-        "fa4": flash_attention_4,
-        "fa4-dense": flash_attention_4_dense,
-        "cudnn-frontend": cudnn_frontend,
-        "vsa": video_sparse_attention,
-    }
-    peers.ON_CUDA += ["fa4", "cudnn-frontend", "vsa"]
-    peers.PACKAGES += ["flash-attn-4", "nvidia-cudnn-frontend", "fastvideo-kernel"]
-    packed_peers.PEERS["fa4-varlen"] = flash_attention_4_packed
-    packed_peers.ON_CUDA.insert(packed_peers.ON_CUDA.index("varlen") + 1, "fa4-varlen")
-    tokens.STEPS[LOOP] = tokens.Step(lambda problem: plain_loop(problem.index), no_backward="forward only")
+    attention.OPERATION.peers.update(
+        {
+            "fa4": flash_attention_4,
+            "fa4-dense": flash_attention_4_dense,
+            "cudnn-frontend": cudnn_frontend,
+            "vsa": video_sparse_attention,
+        }
+    )
+    attention.DEFAULTS["cuda"] += ["fa4", "cudnn-frontend", "vsa"]
+    packed.OPERATION.peers["fa4-varlen"] = flash_attention_4_packed
+    packed.DEFAULTS["cuda"].insert(packed.DEFAULTS["cuda"].index("varlen") + 1, "fa4-varlen")
+    for operation in (attention.OPERATION, packed.OPERATION):
+        operation.packages[:] = PACKAGES
+    tokens.OPERATION.peers[LOOP] = lambda problem: Peer(
+        plain_loop(problem.index), beside=tokens.DENSE, no_backward="forward only"
+    )

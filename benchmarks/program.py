@@ -5,23 +5,16 @@ from __future__ import annotations
 import argparse
 
 from benchmarks import peers
-from benchmarks.models import bert_results, modernbert_results, sequence_results
-from benchmarks.train import results as train_results
-from ds_sparse.bench import commands, markdown
+from ds_sparse.bench import IN_A_CLONE, OPERATIONS
+from ds_sparse.bench.registry import MODULES
 from ds_sparse.cli import bench
 
 
 def register() -> None:
-    """Adds the operations, tables and peers of a clone to those of `ds_sparse bench`, once."""
-    if not commands.MODULES:
-        commands.OPERATIONS |= commands.IN_A_CLONE
-        commands.MODULES |= {name: f"benchmarks.commands.{name}" for name in commands.IN_A_CLONE}
-        markdown.TABLES |= {
-            "bert": bert_results.of_bert,
-            "modernbert": modernbert_results.of_modernbert,
-            "sequence": sequence_results.of_sequence,
-            "train": train_results.of_train,
-        }
+    """Adds the operations and peers of a clone to those of `ds_sparse bench`, once."""
+    if not MODULES:
+        OPERATIONS.update(IN_A_CLONE)
+        MODULES.update({name: f"benchmarks.commands.{name}" for name in IN_A_CLONE})
         peers.register()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.program import register
 from ds_sparse.bench import markdown
+from ds_sparse.bench.registry import operation
 from ds_sparse.bench.show import load, show_run
 
 register()
@@ -56,7 +57,7 @@ def table(runs: list[str], which: str | None, link: str) -> str:
         return training_table()
     loaded = [load(str(RESULTS / f"{name}.json")) for name in runs]
     run, options, _ = loaded[0]
-    found = markdown.tables(run.operation, options, [result for _, _, results in loaded for result in results])
+    found = operation(run.operation).tables([result for _, _, results in loaded for result in results], options)
     if which is None and len(found) > 1:
         raise ValueError(f"{', '.join(runs)}: name one of the tables {', '.join(found)}.")
     made = found[which or next(iter(found))].in_markdown()

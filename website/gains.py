@@ -388,7 +388,7 @@ def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
 
 
 def train_tables(runs: Sequence[str]) -> str:
-    return "\n\n".join(table.in_markdown() for table in markdown.tables("train", None, trained(runs)).values())
+    return "\n\n".join(table.in_markdown() for table in train_results.of_train(trained(runs)).values() if table.rows)
 
 
 @dataclass(frozen=True)

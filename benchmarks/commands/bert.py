@@ -10,10 +10,10 @@ from functools import partial
 import torch
 
 from benchmarks.models import bert_results, longest_sequence
+from benchmarks.running import Entry, add_labelled_only, begin, keep, probability, show_report, status_of
 from ds_sparse.arguments import positive
-from ds_sparse.bench import cases, peers
-from ds_sparse.bench.commands.options import BF16_ON_A_GPU, add_labelled_only, add_shared, listed, one_of, probability
-from ds_sparse.bench.commands.running import begin, keep, show_report, status_of
+from ds_sparse.bench import cases
+from ds_sparse.bench.command import BF16_ON_A_GPU, add_shared, listed, one_of
 from ds_sparse.bench.reasons import NOT_TRIED
 from ds_sparse.bench.runs import Run
 
@@ -88,10 +88,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
             grid = [case_of(args, dtype, seq_len) for seq_len in lengths_of(args)]
             for case, rows in bert.results(grid, args.peers, wrong, device, args.repeats, args.seconds):
                 failed |= any(map(is_failure, rows))
-                yield keep(args, run, (case, rows))
+                yield keep(args, run, RESULTS, (case, rows))
 
-    show_report(args, results(begin(args, device, transformers=bert.transformers.__version__)))
-    return status_of(peers.OURS, failed)
+    show_report(RESULTS, results(begin(args, device, transformers=bert.transformers.__version__)))
+    return status_of(failed)
 
 
 def measure_longest(args: argparse.Namespace, device: torch.device) -> int:
@@ -108,7 +108,7 @@ def measure_longest(args: argparse.Namespace, device: torch.device) -> int:
         for dtype in args.dtype
         for result in bert.longest_tries(case_of(args, dtype, 0, True), args.peers, args.longest, device)
     )
-    show_report(args, map(partial(keep, args, run), found))
+    show_report(RESULTS, map(partial(keep, args, run, RESULTS), found))
     return 0
 
 
@@ -126,3 +126,6 @@ def is_failure(row: bert_results.Row) -> bool:
     """Whether something of ours was wrong or failed."""
     ours = row.attention in cases.STRUCTURES_IN_BERT
     return ours and bool(row.reason) and not row.reason.startswith(NOT_TRIED)
+
+
+OPERATION = Entry(add, measure, RESULTS, RESULTS.of_bert)

@@ -10,10 +10,12 @@ from functools import partial
 import torch
 
 from benchmarks.models import modernbert_results
+from benchmarks.peers import PACKAGES
+from benchmarks.running import Entry, add_labelled_only, begin, keep, show_report, status_of
 from ds_sparse.arguments import positive
-from ds_sparse.bench import attention, peers
-from ds_sparse.bench.commands.options import BF16_ON_A_GPU, add_labelled_only, add_shared, listed, one_of
-from ds_sparse.bench.commands.running import begin, keep, show_report, status_of
+from ds_sparse.bench.attention import OURS
+from ds_sparse.bench.command import BF16_ON_A_GPU, add_shared, listed, one_of
+from ds_sparse.bench.machine import versions
 
 RESULTS = modernbert_results
 
@@ -54,7 +56,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
     except ValueError as error:
         print(f"--seq-len: {error} Give longer rows.", file=sys.stderr)
         return 1
-    run = begin(args, device, **attention.versions(), transformers=bert.transformers.__version__)
+    run = begin(args, device, **versions(PACKAGES), transformers=bert.transformers.__version__)
     failed = False
 
     def results() -> Iterator[modernbert_results.Result]:
@@ -64,8 +66,11 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
             for seq_len in seq_lens:
                 case = modernbert_results.Case(seq_len, dtype, args.device, not args.labelled_only)
                 rows = modernbert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
-                failed |= any(row.reason for row in rows if row.attention.startswith(peers.OURS))
-                yield keep(args, run, (case, rows))
+                failed |= any(row.reason for row in rows if row.attention.startswith(OURS))
+                yield keep(args, run, RESULTS, (case, rows))
 
-    show_report(args, results())
-    return status_of(peers.OURS, failed)
+    show_report(RESULTS, results())
+    return status_of(failed)
+
+
+OPERATION = Entry(add, measure, RESULTS, RESULTS.of_modernbert)

@@ -10,10 +10,10 @@ from itertools import product
 import torch
 
 from benchmarks.models import sequence_results
+from benchmarks.running import Entry, begin, keep, show_report, status_of
 from ds_sparse.arguments import positive
-from ds_sparse.bench import cases, peers
-from ds_sparse.bench.commands.options import BF16_ON_A_GPU, add_shared, listed, one_of
-from ds_sparse.bench.commands.running import begin, keep, show_report, status_of
+from ds_sparse.bench import cases
+from ds_sparse.bench.command import BF16_ON_A_GPU, add_shared, listed, one_of
 from ds_sparse.bench.runs import Run
 from ds_sparse.verify.torch_settings import cpu_threads
 
@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "counts where nothing else runs. 'GiB' says what memory is for on rank 0: at rest, kept for backward, and what "
         "each part takes besides."
     )
-    add_shared(parser, BF16_ON_A_GPU, seconds=10)
+    add_shared(parser, BF16_ON_A_GPU, {"cpu": 10, "cuda": 10})
     parser.add_argument(
         "--seq-len",
         type=listed(positive),
@@ -122,8 +122,11 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         comparison = sequence.Comparison(grid, ranks, args.parallel, args.repeats, args.seconds, args.longest)
         for case, row in comparison.results(device):
             failed |= sequence.is_failure(row)
-            yield keep(args, run, (case, [row]))
+            yield keep(args, run, RESULTS, (case, [row]))
 
     with cpu_threads(max(1, torch.get_num_threads() // max(ranks))):
-        show_report(args, results(begin(args, device, **sequence_model.versions())))
-    return status_of(peers.OURS, failed)
+        show_report(RESULTS, results(begin(args, device, **sequence_model.versions())))
+    return status_of(failed)
+
+
+OPERATION = Entry(add, measure, RESULTS, RESULTS.of_sequence)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.running import Entry, begin, keep, natural, positive_number, show_report
 from benchmarks.train import results as train_results
 from benchmarks.train.results import (
     DOCUMENT_TOKENS,
@@ -30,8 +31,7 @@ from benchmarks.train.results import (
 )
 from benchmarks.train.trainer import Experiment, Folder, Training, load
 from ds_sparse.arguments import positive
-from ds_sparse.bench.commands.options import add_device_and_json, listed, natural, positive_number
-from ds_sparse.bench.commands.running import begin, keep, show_report
+from ds_sparse.bench.command import add_device_and_json, listed
 from ds_sparse.bench.reasons import NOT_TRIED, in_short
 from ds_sparse.bench.runs import Run
 from ds_sparse.bench.step_times import release_memory
@@ -101,7 +101,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="begin no job after so long; 0 prints what is finished",
     )
     parser.add_argument("--quick", action="store_true", help="everything small, which takes some seconds on a CPU")
-    add_device_and_json(parser, {"cpu": "fp32", "cuda": "bf16"})
+    parser.set_defaults(by_device={"dtype": {"cpu": "fp32", "cuda": "bf16"}})
+    add_device_and_json(parser)
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> int:
@@ -128,9 +129,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
             for job in jobs_of(arms, dict.fromkeys(args.seeds), budgets):
                 row = row_of(settings, job, experiment, folder, data, device, deadline)
                 failed |= bool(row.reason) and not row.reason.startswith(NOT_TRIED)
-                yield keep(args, run, (case_of(settings, job), row))
+                yield keep(args, run, RESULTS, (case_of(settings, job), row))
 
-        show_report(args, results(begin(args, device)))
+        show_report(RESULTS, results(begin(args, device)))
         return int(failed)
 
 
@@ -185,3 +186,6 @@ def budgets_of(args: argparse.Namespace) -> list[Budget]:
     if not given and not args.quick:
         raise ValueError("give --tokens or --minutes: how much each arm trains.")
     return given or [Budget(tokens=QUICK_STEPS * settings_of(args).tokens_per_step)]
+
+
+OPERATION = Entry(add, measure, RESULTS, RESULTS.of_train)

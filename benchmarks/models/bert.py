@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from benchmarks.models.bert_results import LABELLED, MODELS, Case, Result, Row
 from benchmarks.models.longest_sequence import Bracket, tries
 from benchmarks.models.processes import FORKSERVER, Failure, results_of
+from ds_sparse.bench import flex as flex_attention
 from ds_sparse.bench.cases import (
     BIGBIRD_MODEL,
     EAGER,
@@ -29,7 +30,6 @@ from ds_sparse.bench.cases import (
     STRUCTURES_IN_BERT,
 )
 from ds_sparse.bench.machine import DTYPES, GIB, wall_ms
-from ds_sparse.bench.peers import FLEX_ON_CPU, FLEX_TILE, compiled_flex
 from ds_sparse.bench.reasons import NOT_TRIED, TOO_LONG, Unsupported, in_short, ran_out_of_memory
 from ds_sparse.bench.step_times import measure_steps
 from ds_sparse.extras import optional_imports
@@ -292,12 +292,12 @@ def switch(model: BertForMaskedLM, name: str) -> None:
 def set_flex(model: BertForMaskedLM, name: str) -> None:
     """FlexAttention on the layout of a structure, compiled at the first step."""
     if model.device.type == "cpu":
-        raise Unsupported(FLEX_ON_CPU)
+        raise Unsupported(flex_attention.ON_CPU)
     if model.config.attention_probs_dropout_prob:
         raise Unsupported("it has no dropout")
     config = IN_BERT[name](model.config.num_attention_heads)
     layout = config.make_bool_layout(whole_blocks(model.config.max_position_embeddings, config.block))
-    call = compiled_flex(layout.to(model.device), config.block, FLEX_TILE)
+    call = flex_attention.compiled(flex_attention.of_layout(layout.to(model.device), config.block, flex_attention.TILE))
 
     def flex(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         return call(query, key, value).transpose(1, 2).contiguous(), None

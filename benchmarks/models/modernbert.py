@@ -20,7 +20,7 @@ from benchmarks.models.bert import LEAST_ERROR_ALLOWED, LOSS_SCALE, PROJECTIONS,
 from benchmarks.models.modernbert_results import OURS, OURS_PADDED, Case, Row
 from ds_sparse.bench.cases import FLOOR, IN_BERT
 from ds_sparse.bench.documents import cu_seqlens_of, places_of
-from ds_sparse.bench.packed_peers import block_mask
+from ds_sparse.bench.flex import of_scores
 from ds_sparse.bench.reasons import Unsupported
 from ds_sparse.bench.step_times import Measured, measure_steps
 from ds_sparse.extras import optional_imports
@@ -173,7 +173,7 @@ def pieces_of(
         inputs["attention_mask"] = {kind: masks(kind, lengths, config, device) for kind in (FULL, SLIDING)}
     if name == "flex_attention":
         inputs["attention_mask"] = {
-            kind: block_mask(sees(kind, lengths, config, device), len(lengths), case.seq_len, device)
+            kind: of_scores(sees(kind, lengths, config, device), len(lengths), case.seq_len, device)
             for kind in (FULL, SLIDING)
         }
     return [piece(inputs, labels)]

@@ -1,1 +1,26 @@
 """`ds_sparse bench`: what an operation costs beside its peers. Outputs are verified before anything is timed."""
+
+OPERATIONS = {
+    "matmul": "MatMul, Softmax, and attention of both",
+    "attention": "fused attention on live blocks",
+    "window": "products, softmax and attention of windows",
+    "packed": "attention over packed documents, windows too",
+    "tokens": "attention over token pairs, step by step",
+}
+"""Names and lines of help, in its order, which does without torch."""
+
+IN_A_CLONE = {
+    "bert": "a training step of BERT with sparse, dense and no attention",
+    "modernbert": "a training step of ModernBERT on packed documents",
+    "sequence": "a training step of BERT on several ranks, beside one",
+    "train": "the quality that models reach, trained with sparse and dense attention",
+}
+"""Operations of `python -m benchmarks`, the program of a clone, which adds them to `OPERATIONS`."""
+
+
+def sentence_of_clone(operation: str) -> str:
+    """Says which program measures, and shows, what the installed package does not."""
+    return (
+        f"{operation} compares models, by a program that is not installed: in a clone of ds_sparse run `python -m "
+        f"benchmarks {operation} ...`, with the same options; `python -m benchmarks show FILE` shows what it wrote."
+    )

@@ -27,6 +27,7 @@ class Case:
     Attributes:
         structure: of `STRUCTURES`, all heads alike; or "random", where each head has a layout of its own.
         options: of the structure's configuration; for "random" the density.
+        dtype: a name, in cases that are measured.
     """
 
     name: str
@@ -37,6 +38,11 @@ class Case:
     seq_len: int
     head_dim: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.name
 
     def config(self, num_heads: int) -> SparsityConfig:
         """Of `STRUCTURES`."""

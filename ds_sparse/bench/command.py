@@ -1,18 +1,33 @@
-"""The command line of `ds_sparse bench`."""
+"""The command line of `ds_sparse bench`: what runs, and the options that operations share."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from importlib import import_module
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from .commands import MODULES
+from ..arguments import positive
+from .machine import DTYPES
+from .registry import operation as entry
 from .runs import without_json
+
+Case = TypeVar("Case")
+
+SECONDS = {"cpu": 60, "cuda": 60}
+"""The time after which no new round of a case begins, if an operation has no other."""
+
+BF16_ON_A_GPU = {"cpu": ["fp32"], "cuda": ["bf16"]}
+
+NO_FLOOR = (
+    "A CPU has no floor: dense results of hundreds of megabytes get new memory at every call, which takes longer than "
+    "computing them, so that density times the dense time bounds nothing."
+)
 
 
 def measure(operation: str, arguments: list[str]) -> int:
@@ -24,29 +39,36 @@ def measure(operation: str, arguments: list[str]) -> int:
     if args.json is not None and (wrong := unwritable(args.json)):
         print(f"--json {args.json}: {wrong}", file=sys.stderr)
         return 1
-    args.dtype = args.dtype or args.dtype_of[args.device]
-    return module_of(operation).measure(args, torch.device(args.device))
+    return entry(operation).measure(args, torch.device(args.device))
 
 
-def parse(
-    operation: str, arguments: list[str], parser_type: type[argparse.ArgumentParser] = argparse.ArgumentParser
-) -> argparse.Namespace:
-    """The options of an operation; with it as `operation`, its module of results as `results`, and as `arguments` those
-    that say what is measured."""
-    module = module_of(operation)
-    parser = parser_type(prog=program_of(operation))
-    module.add(parser)
-    parser.set_defaults(operation=operation, results=module.RESULTS, arguments=without_json(arguments))
-    return parser.parse_args(arguments)
+class Recorded(argparse.ArgumentParser):
+    """Raises ValueError where argparse ends the program: these options are a file's, not the user's."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self.prog} does not take the options of this run: {message}.")
+
+    def print_help(self, file: Any = None) -> NoReturn:
+        self.error("--help measures nothing")
 
 
-def module_of(operation: str) -> Any:
-    """One of `OPERATIONS` in `commands`."""
-    return import_module(MODULES.get(operation, f"{__package__}.commands.{operation}"))
+def parse(operation: str, arguments: list[str], is_recorded: bool = False) -> argparse.Namespace:
+    """The options of an operation, and as `arguments` those that say what is measured.
 
-
-def program_of(operation: str) -> str:
-    return f"{'python -m benchmarks' if operation in MODULES else 'ds_sparse bench'} {operation}"
+    Args:
+        is_recorded: they are a file's: a mistake raises ValueError, and peers may be unknown here.
+    """
+    parser = (Recorded if is_recorded else argparse.ArgumentParser)(prog=f"ds_sparse bench {operation}")
+    parser.set_defaults(operation=operation, arguments=without_json(arguments), by_device={}, known_peers=())
+    entry(operation).add(parser)
+    args = parser.parse_args(arguments)
+    for name, defaults in args.by_device.items():
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[args.device])
+    for name in getattr(args, "peers", None) or ():
+        if args.known_peers and name not in args.known_peers and not is_recorded:
+            parser.error(f"argument --peers: {name!r} is not one of {', '.join(args.known_peers)}")
+    return args
 
 
 def unwritable(path: str) -> str:
@@ -59,3 +81,114 @@ def unwritable(path: str) -> str:
     if not os.access(path if Path(path).exists() else folder, os.W_OK):
         return "cannot be written: permission denied."
     return ""
+
+
+def add_shared(
+    parser: argparse.ArgumentParser, dtypes: Mapping[str, list[str]], seconds: Mapping[str, int] = SECONDS
+) -> None:
+    """The options of operations that time rounds, with the defaults of a device."""
+    add_by_device(parser, "--dtype", listed(one_of(DTYPES)), ", ".join(DTYPES), dtypes)
+    parser.add_argument("--repeats", type=positive, default=20, help="rounds; times are their medians (default: 20)")
+    add_by_device(parser, "--seconds", positive, "no new round of a case after this long", seconds)
+    add_device_and_json(parser)
+
+
+def add_device_and_json(parser: argparse.ArgumentParser) -> None:
+    """The options that all operations have."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
+
+
+def add_by_device(
+    parser: argparse.ArgumentParser,
+    option: str,
+    parse: Callable[[str], Any],
+    help: str,
+    defaults: Mapping[str, Any],
+    in_words: str = "",
+) -> None:
+    """An option with one default for each device. in_words: of the defaults, if not as they would be written."""
+    name = option.removeprefix("--").replace("-", "_")
+    parser.set_defaults(by_device={**parser.get_default("by_device"), name: defaults})
+    on_cpu, on_gpu = in_option(defaults["cpu"]), in_option(defaults["cuda"])
+    said = in_words or (on_cpu if on_cpu == on_gpu else f"{on_cpu}; on a GPU {on_gpu}")
+    parser.add_argument(option, type=parse, help=f"{help} (default: {said})")
+
+
+def add_peers(
+    parser: argparse.ArgumentParser,
+    names: Collection[str],
+    defaults: Mapping[str, list[str] | None],
+    help: str = "",
+    in_words: str = "",
+) -> None:
+    """Peers by name; what a file names may be a peer of another program."""
+    parser.set_defaults(known_peers=tuple(names))
+    add_by_device(parser, "--peers", lambda text: text.split(","), f"{', '.join(names)}{help}", defaults, in_words)
+
+
+def add_sizes(parser: argparse.ArgumentParser, seq_len: str, heads: str) -> None:
+    """Sizes that are varied: each option takes a list."""
+    lists = {
+        "--seq-len": (seq_len, "tokens"),
+        "--heads": (heads, "of each sequence"),
+        "--head-dim": ("64", "numbers in a head's vector"),
+        "--batch": ("1", "sequences"),
+    }
+    for option, (default, help) in lists.items():
+        add_by_device(parser, option, listed(positive), help, dict.fromkeys(("cpu", "cuda"), listed(positive)(default)))
+
+
+def add_cases(parser: argparse.ArgumentParser, grid: Iterable[Any], such_as: str) -> None:
+    """Which cases of a grid, by name."""
+    parser.add_argument(
+        "--cases",
+        metavar="NAMES",
+        type=lambda text: text.split(","),
+        default=["*"],
+        help=f"patterns, such as {such_as}: {', '.join(case.name for case in grid)} (default: all)",
+    )
+
+
+def chosen(grid: Iterable[Any], patterns: list[str]) -> list[Any]:
+    """The cases whose name, or the name of what a CPU runs of them, matches a pattern.
+
+    Raises:
+        ValueError: a pattern that no case matches.
+    """
+
+    def matches(case: Any, pattern: str) -> bool:
+        return fnmatch(case.name, pattern) or fnmatch(case.small().name, pattern)
+
+    grid = list(grid)
+    for pattern in patterns:
+        if not any(matches(case, pattern) for case in grid):
+            raise ValueError(f"--cases {pattern}: none of {', '.join(case.name for case in grid)}.")
+    return [case for case in grid if any(matches(case, pattern) for pattern in patterns)]
+
+
+def require_half_precision(args: argparse.Namespace, whose: str) -> None:
+    """Raises ValueError for fp32 on a GPU, which what is `whose` of them does not have."""
+    if args.device == "cuda" and "fp32" in args.dtype:
+        raise ValueError(f"--dtype fp32: on a GPU the {whose} are those of bf16 and fp16.")
+
+
+def in_option(value: object) -> str:
+    """A default as it would be written."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """argparse type: comma-separated values of another type."""
+    return lambda text: [parse(part) for part in text.split(",")]
+
+
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """argparse type: one of some names."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
+        return text
+
+    return parse

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from ..layout import density
 from .machine import BACKWARD, FORWARD, TRAIN, timed
+from .registry import Row
 
 FLASH_ATTENTION_4 = {64: {FORWARD: 546e9, BACKWARD: 536e9}, 128: {FORWARD: 684e9, BACKWARD: 624e9}}
 """FLOPs per millisecond of FlashAttention-4's dense attention in bf16 on an H200, by head size: 4 D a score forward,
@@ -183,6 +184,15 @@ def operation_floor(ceilings: Ceilings, size: Size, job: str, direction: str) ->
     """Milliseconds of a job's kernels, one after the other, and what the longest of them is bound by."""
     floors = [ceilings.floor(work) for work in kernels(size, job, direction)]
     return sum(milliseconds for milliseconds, _ in floors), max(floors)[1]
+
+
+def over_floor(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> dict[str, float | str]:
+    """A row's floor on a GPU, its time over it, and what bounds it. A CPU has none: what bounds an operation there
+    depends on which of its operands and results lie in caches and in memory that is already its own."""
+    if row.milliseconds is None or device.type == "cpu":
+        return {}
+    floor, bound = operation_floor(Ceilings.measure(device, dtype), size, row.dense, row.direction)
+    return {"floor_ms": floor, "to_floor": row.milliseconds / floor, "bound": bound}
 
 
 def tokens_loaded(layout: Tensor, block: int) -> float:

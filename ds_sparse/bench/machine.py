@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
@@ -127,6 +128,19 @@ def conditions(device: torch.device) -> dict[str, str]:
         described = {"machine": ", ".join([*parts, f"{torch.get_num_threads()} threads"])}
     date = datetime.now(UTC).date().isoformat()
     return described | {"torch": torch.__version__, "commit": commit(), "date": date}
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Those of the packages that are installed, and of cuDNN, which PyTorch brings; nothing for no packages."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if packages and torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
 
 
 def commit() -> str:

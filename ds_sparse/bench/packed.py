@@ -1,32 +1,43 @@
-"""Packed documents: ours beside itself without documents and with padding, and beside what others have for them.
-
-A peer's outputs and gradients are verified before it is timed, in turns in one process; who does not take a case, is
-wrong or fails, is named with the reason. Forward is that of training, which keeps what backward needs.
-"""
+"""`ds_sparse bench packed`: attention over packed documents, beside ours without documents and with padding, and beside
+what PyTorch has for documents in a row."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import groupby
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..verify.accuracy import attention_of_documents, output_and_gradients, random_tensors, require_as_accurate
-from . import machine
-from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns
-from .packed_cases import Case
-from .packed_peers import ALWAYS, OURS, PADDED, PEERS, UNPACKED, Peer, Problem, on_documents
-from .reasons import in_short
-from .runs import restored
+from ..index import BlockIndex, PackedIndex, WindowIndex
+from ..layout import to_token_mask
+from ..modules.structured_attention import whole_blocks
+from ..ops import block_sparse_attention, window_attention
+from ..verify.accuracy import output_and_gradients
+from . import flex
+from .cases import BIGBIRD, STRUCTURES, WINDOW, in_k
+from .command import BF16_ON_A_GPU, add_cases, add_peers, chosen, require_half_precision
+from .documents import LONGEST, corpus_lengths, cu_seqlens_of, equal_lengths, places_of
+from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
+from .markdown import Table, also, beside, milliseconds, numbers, over, pair, percent, ratio, spans
+from .reasons import Unsupported
+from .references import AttentionProblem, Piece, documents
+from .registry import Operation, Peer, Result, Row, tokens_first
+from .text import columns, lacking, number, share
 
 DIRECTIONS = (FORWARD, TRAIN)
+
+OPTIONS: dict[str, dict[str, Any]] = {"bigbird": BIGBIRD, "longformer": WINDOW}
+
+STEP = 64
+"""Lengths that are tried for a batch without documents are multiples of it where there is no block."""
 
 PART = 64
 """Tokens whose errors are compared with those of plain PyTorch together."""
@@ -34,27 +45,145 @@ PART = 64
 INDICES = 5
 """Times that the cost of an index is measured; it is their median."""
 
+OURS, UNPACKED, PADDED = "ds_sparse", "unpacked", "padded"
+
+ALWAYS = (OURS, UNPACKED)
+"""What every run measures: all others are compared with them."""
+
+DEFAULTS = {"cpu": [PADDED, "sdpa-padded", "sdpa-mask"], "cuda": [PADDED, "varlen", "flex"]}
+"""Peers of a device."""
+
+DESCRIPTION = (
+    "Attention over documents packed in one row: ours, beside ours on a plain batch of sequences ('unpacked'), on "
+    "the same documents padded to the longest, and beside its peers. Outputs and gradients are verified against "
+    "float64, then all are timed in turns. 'of unpacked' is the live scores computed a second over those of the "
+    "plain batch; 'of what is left' the same over the part that blocks leave which are not full; 'x ours' the "
+    "ratio to ds_sparse's time. Names end with the documents' length; 'corpus' draws lengths around a median of "
+    "400, up to 8,192. varlen is dense in each document where there is no window. A peer that does "
+    "not take a case is named with the reason. On a CPU the cases are cut to two heads and 4,096 tokens, which "
+    "their names say (-4k)."
+)
+
 
 @dataclass(frozen=True)
-class Row:
-    """One peer in one direction; numbers are None where it was not measured, and `reason` says why.
+class Case:
+    """One line of the grid: a row of `tokens` tokens, filled with documents, H heads with D numbers each.
 
     Attributes:
-        tokens_per_second: documents' tokens, without padding.
-        of_unpacked: live scores a second over those of the batch without documents. Who computes others besides, as
-            dense attention does, has no more live ones for it.
-        to_ours: the time over that of ds_sparse; above 1 ds_sparse is faster. Not of the batch without documents,
-            whose scores are others.
+        length: tokens of each document; None: lengths as real corpora have them, see `documents`.
+        structure: of `OPTIONS`, from each document's own start; or "window".
+        size: tokens on a block's side; of a window those that are seen on each side.
+        dtype: a name, in cases that are measured.
     """
 
-    peer: str
-    direction: str
-    milliseconds: float | None = None
-    tokens_per_second: float | None = None
-    of_unpacked: float | None = None
-    to_ours: float | None = None
-    rounds: int = 0
-    reason: str = ""
+    name: str
+    length: int | None
+    structure: str
+    size: int
+    causal: bool
+    tokens: int
+    heads: int
+    head_dim: int
+    dtype: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.name
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document, the last of which ends with the row."""
+        if self.length is None:
+            return corpus_lengths(self.tokens)[0]
+        return equal_lengths(self.tokens, self.length)
+
+    @property
+    def is_window(self) -> bool:
+        return self.structure == "window"
+
+    @property
+    def kind(self) -> str:
+        """The structure in words."""
+        what = f" {self.size}" if self.is_window else f", block {self.size}"
+        return f"{self.structure}{what}{', causal' if self.causal else ''}"
+
+    def layout(self) -> Tensor | None:
+        """bool (1, R, R) on the CPU for the longest document that there may be, of which others use the top-left part;
+        None for a window."""
+        if self.is_window:
+            return None
+        longest = min(self.tokens, self.length or LONGEST)
+        config = STRUCTURES[self.structure](num_heads=1, block=self.size, **OPTIONS[self.structure])
+        return config.make_bool_layout(whole_blocks(longest, self.size))
+
+    def mask(self, layout: Tensor | None, length: int, device: torch.device) -> Tensor:
+        """bool (length, length): what each token of a document sees."""
+        place = torch.arange(length, device=device)
+        if layout is None:
+            live = (place[:, None] - place).abs() <= self.size
+        else:
+            blocks = -(-length // self.size)
+            live = to_token_mask(layout[:, :blocks, :blocks].to(device), self.size)[0, :length, :length]
+        return live & (place[:, None] >= place) if self.causal else live
+
+    def live_scores(self, layout: Tensor | None, lengths: Sequence[int]) -> int:
+        """Scores of one head that documents of these lengths have together."""
+        return sum(lengths.count(length) * self._live_scores_of(layout, length) for length in set(lengths))
+
+    def _live_scores_of(self, layout: Tensor | None, length: int) -> int:
+        if layout is None:
+            reach = min(self.size, length - 1)
+            earlier = reach * length - reach * (reach + 1) // 2
+            return length + (1 if self.causal else 2) * earlier
+        blocks = -(-length // self.size)
+        sizes = torch.full((blocks,), self.size)
+        sizes[-1] = length - (blocks - 1) * self.size
+        pairs = sizes[:, None] * sizes
+        if self.causal:
+            pairs = pairs.tril(-1) + torch.diag(sizes * (sizes + 1) // 2)
+        return int(pairs[layout[0, :blocks, :blocks].cpu()].sum())
+
+    def unpacked(self, layout: Tensor | None) -> tuple[int, int]:
+        """Sequences, and tokens of each, of the batch without documents that packed ones are compared with.
+
+        Sequences are as long as the documents, where these are alike. Else they are as long, in whole blocks, as gives
+        a token about as many scores as it has in the row.
+        """
+        if self.length is not None:
+            tokens = min(self.length, self.tokens)
+            return self.tokens // tokens, tokens
+        wanted = self.live_scores(layout, self.lengths) / self.tokens
+        step = STEP if layout is None else self.size
+        longest = self.tokens if layout is None else min(self.tokens, layout.shape[1] * self.size)
+        tried = range(step, longest + 1, step)
+        tokens = min(tried, key=lambda length: abs(self._live_scores_of(layout, length) / length - wanted))
+        return self.tokens // tokens, tokens
+
+    def small(self, heads: int = 2, tokens: int = 4096) -> Case:
+        """The case cut to so many heads and tokens: for a CPU. Its name says the tokens where they are fewer."""
+        name = f"{self.name}{in_k(tokens)}" if tokens < self.tokens else self.name
+        return replace(self, name=name, heads=min(self.heads, heads), tokens=min(self.tokens, tokens))
+
+
+# fmt: off
+TABLE = [
+    #    name                     length structure     size causal T     H   D
+    Case("bigbird-2048",          2048, "bigbird",     64, False, 32768, 12,  64),
+    Case("bigbird-512",            512, "bigbird",     64, False, 32768, 12,  64),
+    Case("bigbird-4093",          4093, "bigbird",     64, False, 32768, 12,  64),
+    Case("bigbird-corpus",        None, "bigbird",     64, False, 32768, 12,  64),
+    Case("longformer-corpus",     None, "longformer",  64, False, 32768, 12,  64),
+    Case("window-2048",           2048, "window",      64, False, 32768, 12,  64),
+    Case("window-corpus",         None, "window",      64, False, 32768, 12,  64),
+    Case("bigbird-corpus-causal", None, "bigbird",     64, True,  32768, 12,  64),
+    Case("window-corpus-causal",  None, "window",     128, True,  32768, 12,  64),
+    Case("bigbird-2048-d128",     2048, "bigbird",     64, False, 32768, 12, 128),
+    Case("bigbird-corpus-d128",   None, "bigbird",     64, False, 32768, 12, 128),
+    Case("window-corpus-d128",    None, "window",      64, False, 32768, 12, 128),
+]
+"""What is measured by default: documents of one length and such as real corpora have, in the structures that people
+configure; windows of 64 tokens on each side are ModernBERT's."""
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -69,9 +198,9 @@ class About:
         unpacked_filled: the same of the batch without documents.
         index_ms: what a new batch costs before its first layer: the time to make the index, with what its first use
             adds. None where ours was not measured.
+        left: the part of the rate without documents that partial blocks leave to packed ones.
     """
 
-    dtype: str
     documents: int
     shortest: int
     longest: int
@@ -80,265 +209,329 @@ class About:
     filled: float | None = None
     unpacked_filled: float | None = None
     index_ms: float | None = None
+    left: float | None = None
 
     @property
-    def left(self) -> float | None:
-        """The part of the rate without documents that partial blocks leave to packed ones."""
-        return self.filled / self.unpacked_filled if self.filled and self.unpacked_filled else None
+    def lengths(self) -> str:
+        return f"{self.longest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
 
 
-@dataclass(frozen=True)
-class Result:
-    """A case, measured."""
+class Problem(AttentionProblem):
+    """A case on a device.
 
-    case: Case
-    about: About
-    rows: list[Row]
+    Attributes:
+        lengths: of the documents.
+        cu_seqlens: int32 (documents + 1), on the device.
+        layout: bool (1, R, R), on the device; None for a window.
+    """
 
-    def row(self, peer: str, direction: str) -> Row | None:
-        """The row of a peer that was measured."""
-        found = (row for row in self.rows if (row.peer, row.direction) == (peer, direction) and not row.reason)
-        return next(found, None)
+    def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:
+        super().__init__((1, case.heads, case.tokens, case.head_dim), DTYPES[case.dtype], device, PART)
+        self.case, self.lengths = case, case.lengths
+        self.cu_seqlens = cu_seqlens_of(self.lengths, device)
+        layout = case.layout()
+        self.layout = None if layout is None else layout.to(device)
 
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
 
-def run_case(
-    case: Case, names: Sequence[str], device: torch.device, dtype: str, repeats: int, seconds: float
-) -> Result:
-    """Verifies ours and the peers, then times them in turns: `repeats` rounds, or as many as begin within `seconds`,
-    three at least. Never raises for a peer's sake."""
-    names = list(dict.fromkeys([*ALWAYS, *names]))
-    problem = Problem(case, device)
-    *inputs, grad = random_tensors(4, (1, case.heads, case.tokens, case.head_dim), DTYPES[dtype], device)
-    references = References(problem, inputs, grad)
+    @cached_property
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """(documents, longest) each: the number in the row of each token of a padded batch, 0 where there is none; and
+        bool, whether there is one."""
+        place = torch.arange(self.longest, device=self.device)
+        exists = place < self.cu_seqlens.diff()[:, None]
+        return torch.where(exists, self.cu_seqlens[:-1, None] + place, 0), exists
 
-    peers: dict[str, Peer] = {}
-    reasons: dict[str, str] = {}
-    runs: dict[tuple[str, str], Callable[[], float]] = {}
-    for name in names:
-        try:
-            peer = PEERS[name](problem)
-            verify(peer, references)
-        except Exception as error:  # noqa: BLE001 - whatever stops a peer is a line of the table
-            reasons[name] = in_short(error)
-            continue
-        peers[name] = peer
-        arranged = [peer.arranged(x) for x in (*inputs, grad)]
-        for direction in DIRECTIONS:
-            runs[name, direction] = partial(time_unless_wrong, reasons, name, peer, arranged, direction, device)
-    index_ms = cost_of_index(problem, inputs, grad) if OURS in peers else None
-    times = in_turns(runs, repeats, seconds, case.name)
+    def pieces(self, head: int, peer: Peer) -> Iterable[Piece]:
+        @cache
+        def mask(length: int) -> Tensor:
+            if not peer.dense:
+                return self.case.mask(self.layout, length, self.device)
+            live = torch.ones(length, length, dtype=torch.bool, device=self.device)
+            return live.tril() if self.case.causal else live
 
-    medians = {key: statistics.median(samples) for key, samples in times.items() if key[0] not in reasons}
-    batch, sequence = case.unpacked(problem.layout)
-    work = dict.fromkeys(names, (case.tokens, case.live_scores(problem.layout, problem.lengths)))
-    work[UNPACKED] = batch * sequence, batch * case.live_scores(problem.layout, [sequence])
-    rows = [
-        Row(name, direction, reason=reasons[name])
-        if name in reasons
-        else row_of(name, direction, work, medians, len(times[name, direction]))
-        for name in names
-        for direction in DIRECTIONS
-    ]
-    filled, unpacked_filled = (peers[name].filled if name in peers else None for name in ALWAYS)
-    about = About(
-        dtype, len(problem.lengths), min(problem.lengths), problem.longest, batch, sequence, filled, unpacked_filled,
-        index_ms,
-    )  # fmt: skip
-    return Result(case, about, rows)
+        return documents(peer.lengths or self.lengths, mask)
+
+    @cached_property
+    def work(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Tokens, and live scores of a head, of the row and of the batch without documents."""
+        batch, sequence = self.case.unpacked(self.layout)
+        tokens = {OURS: self.case.tokens, UNPACKED: batch * sequence}
+        unpacked_scores = batch * self.case.live_scores(self.layout, [sequence])
+        return tokens, {OURS: self.case.live_scores(self.layout, self.lengths), UNPACKED: unpacked_scores}
 
 
-def row_of(
-    name: str,
-    direction: str,
-    work: Mapping[str, tuple[int, int]],
-    medians: Mapping[tuple[str, str], float],
-    rounds: int,
-) -> Row:
-    """work: by peer, its tokens and the live scores of a head."""
-    (tokens, scores), mine = work[name], medians[name, direction]
-    unpacked, ours = medians.get((UNPACKED, direction)), medians.get((OURS, direction))
-    return Row(
-        name,
-        direction,
-        mine,
-        tokens_per_second=tokens / mine * 1e3,
-        of_unpacked=scores / mine / (work[UNPACKED][1] / unpacked) if unpacked else None,
-        to_ours=mine / ours if ours and name != UNPACKED else None,
-        rounds=rounds,
+def packed(problem: Problem) -> Peer:
+    """Ours: the index of the batch's documents, made once for all layers."""
+    call, blocks = on_documents(problem)
+    return Peer(call, filled=filled_part(problem, blocks, problem.lengths))
+
+
+def on_documents(problem: Problem) -> tuple[Callable[..., Tensor], BlockIndex]:
+    """Attention of the row, with a new index; and the blocks that are computed."""
+    case = problem.case
+    if problem.layout is None:
+        window = WindowIndex.build(
+            case.tokens, case.size, case.causal, device=problem.device, cu_seqlens=problem.cu_seqlens
+        )
+        return lambda query, key, value: window_attention(query, key, value, window), window.blocks
+    index = PackedIndex.build(problem.layout, problem.cu_seqlens, case.size)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return block_sparse_attention(query, key, value, index, causal=case.causal)
+
+    return call, index.causal_blocks(case.causal)
+
+
+def unpacked(problem: Problem) -> Peer:
+    """Ours without documents: a batch of sequences of one length, see `Case.unpacked`."""
+    batch, tokens = problem.case.unpacked(problem.layout)
+    call, blocks = plain(problem, tokens)
+    return Peer(
+        call,
+        arranged=lambda x: x[0, :, : batch * tokens].unflatten(1, (batch, tokens)).transpose(0, 1).contiguous(),
+        as_row=lambda x: x.transpose(0, 1).flatten(1, 2)[None],
+        lengths=(tokens,) * batch,
+        filled=filled_part(problem, blocks, [tokens]),
     )
 
 
-def time_unless_wrong(
-    reasons: dict[str, str], name: str, peer: Peer, arranged: list[Tensor], direction: str, device: torch.device
-) -> float:
-    """Milliseconds of one call; of a peer that fails, the reason is noted, and it is not called again."""
-    if name in reasons:
-        return float("nan")
-    *inputs, grad = arranged
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    try:
-        return machine.time_of(peer.call, leaves, grad, direction, device)
-    except Exception as error:  # noqa: BLE001 - whatever stops a peer is a line of the table
-        reasons[name] = in_short(error)
-        return float("nan")
+def padded(problem: Problem) -> Peer:
+    """Ours on the documents one below the other, padded to the longest."""
+    if len(set(problem.lengths)) == 1:
+        raise Unsupported("documents of one length need no padding: that is the plain batch")
+    _, exists = problem.padded
+    call, _ = plain(problem, problem.longest)
+    return in_batch(problem, lambda query, key, value: call(query, key, value, exists))
 
 
-def cost_of_index(problem: Problem, inputs: list[Tensor], grad: Tensor) -> float:
+def plain(problem: Problem, tokens: int) -> tuple[Callable[..., Tensor], BlockIndex]:
+    """Attention of a batch of sequences of so many tokens, (B, H, tokens, D), with or without a key padding mask; and
+    the blocks that are computed of each."""
+    case = problem.case
+    if problem.layout is None:
+        window = WindowIndex.build(tokens, case.size, case.causal, device=problem.device)
+
+        def of_window(query: Tensor, key: Tensor, value: Tensor, exists: Tensor | None = None) -> Tensor:
+            return window_attention(query, key, value, window, key_padding_mask=exists)
+
+        return of_window, window.blocks
+    blocks = -(-tokens // case.size)
+    index = BlockIndex.build(problem.layout[:, :blocks, :blocks].contiguous(), case.size)
+    index = index.causal() if case.causal else index
+
+    def of_layout(query: Tensor, key: Tensor, value: Tensor, exists: Tensor | None = None) -> Tensor:
+        return block_sparse_attention(query, key, value, index, causal=case.causal, key_padding_mask=exists)
+
+    return of_layout, index
+
+
+def filled_part(problem: Problem, blocks: BlockIndex, lengths: list[int]) -> float:
+    """The part of the scores in live blocks that is live itself; the rest is what short blocks, causality and the ends
+    of windows leave dead."""
+    computed = blocks.live_blocks / blocks.layout_heads * blocks.block**2
+    return problem.case.live_scores(problem.layout, lengths) / computed
+
+
+def sdpa_padded(problem: Problem) -> Peer:
+    """PyTorch's dense attention of the padded batch. A causal one needs no mask: padding comes after all tokens."""
+    case = problem.case
+    _, exists = problem.padded
+    mask = None if case.causal or bool(exists.all()) else exists[:, None, None]
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=case.causal)
+
+    return in_batch(problem, call, dense=True)
+
+
+def in_batch(problem: Problem, call: Callable[..., Tensor], dense: bool = False) -> Peer:
+    """A peer that takes the documents one below the other, padded to the longest with zeros."""
+    tokens, exists = problem.padded
+    return Peer(
+        call,
+        arranged=lambda x: (x[0, :, tokens] * exists[..., None]).transpose(0, 1).contiguous(),
+        as_row=lambda x: x.transpose(0, 1)[:, exists][None],
+        dense=dense,
+    )
+
+
+def sdpa_mask(problem: Problem) -> Peer:
+    """PyTorch's attention of the whole row, with a mask of tokens by tokens."""
+    masks = [problem.case.mask(problem.layout, length, problem.device) for length in problem.lengths]
+    mask = torch.block_diag(*masks).bool()
+    return Peer(lambda query, key, value: scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+def flex_attention(problem: Problem) -> Peer:
+    """FlexAttention, compiled, with a document mask: tiles without a live score are left out."""
+    if problem.device.type != "cuda":
+        raise Unsupported("on CUDA only: on a CPU it has no backward")
+    return Peer(flex.compiled(flex.of_scores(mask_function(problem), 1, problem.case.tokens, problem.device)))
+
+
+def mask_function(problem: Problem) -> flex.Live:
+    """Says of each score of the row whether it is live."""
+    case = problem.case
+    document, place = places_of(problem.lengths, problem.device)
+    layout, size = None, case.size
+    if problem.layout is not None:
+        # Of one shape for all lengths, or each would be compiled anew.
+        missing = max(0, -(-min(case.tokens, LONGEST) // size) - problem.layout.shape[1])
+        layout = pad(problem.layout[0], (0, missing, 0, missing))
+
+    def near(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
+        return (document[q] == document[k]) & ((q - k).abs() <= size)
+
+    def on_layout(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
+        assert layout is not None
+        return (document[q] == document[k]) & layout[place[q] // size, place[k] // size]
+
+    live = near if layout is None else on_layout
+    return (lambda b, h, q, k: live(b, h, q, k) & (q >= k)) if case.causal else live
+
+
+def torch_varlen(problem: Problem) -> Peer:
+    """PyTorch's own attention of packed documents: FlashAttention-2, with its windows, or every document dense."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if problem.device.type != "cuda":
+        raise Unsupported("on CUDA only")
+    case, edges, longest = problem.case, problem.cu_seqlens, problem.longest
+    reach = case.size if case.is_window else -1
+    window = (reach, 0 if case.causal else reach)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        output: Any = varlen_attn(query, key, value, edges, edges, longest, longest, window_size=window)
+        return output.transpose(0, 1)[None]
+
+    return Peer(call, arranged=tokens_first, dense=not case.is_window)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add_cases(parser, TABLE, "window-*,bigbird-512")
+    others = [name for name in OPERATION.peers if name not in ALWAYS]
+    add_peers(parser, others, DEFAULTS, f", besides {' and '.join(ALWAYS)}")
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    require_half_precision(args, "peers")
+    grid = chosen(TABLE, args.cases)
+    grid = grid if args.device == "cuda" else [case.small() for case in grid]
+    return [replace(case, dtype=dtype) for dtype, case in product(args.dtype, grid)]
+
+
+def about_of(problem: Problem, peers: Mapping[str, Peer]) -> About:
+    filled, unpacked_filled = (peers[name].filled if name in peers else None for name in ALWAYS)
+    return About(
+        len(problem.lengths),
+        min(problem.lengths),
+        problem.longest,
+        *problem.case.unpacked(problem.layout),
+        filled,
+        unpacked_filled,
+        cost_of_index(problem) if OURS in peers else None,
+        filled / unpacked_filled if filled and unpacked_filled else None,
+    )
+
+
+def cost_of_index(problem: Problem) -> float:
     """Milliseconds, on the clock: a first step with a new index less a step with one that was used before. Making an
     index waits for the device, so that what the device does meanwhile is in it."""
+
+    def wait() -> float:
+        if problem.device.type == "cuda":
+            torch.cuda.synchronize(problem.device)
+        return time.perf_counter()
+
     costs = []
     for _ in range(INDICES):
-        wait_for(problem.device)
-        start = time.perf_counter()
-        call, _ = on_documents(problem)
-        output_and_gradients(call, inputs, grad)
-        wait_for(problem.device)
-        with_index = time.perf_counter()
-        output_and_gradients(call, inputs, grad)
-        wait_for(problem.device)
-        costs.append((with_index - start) - (time.perf_counter() - with_index))
+        start = wait()
+        call, _blocks = on_documents(problem)
+        output_and_gradients(call, problem.inputs, problem.grad)
+        with_index = wait()
+        output_and_gradients(call, problem.inputs, problem.grad)
+        costs.append((with_index - start) - (wait() - with_index))
     return max(0.0, statistics.median(costs)) * 1e3
 
 
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def numbers_of(
+    problem: Problem, peer: Peer | None, row: Row, medians: Mapping[tuple[str, str], float]
+) -> dict[str, float | None]:
+    """Rates. Who computes dead scores besides, as dense attention does, has no more live ones for it; the batch without
+    documents has other scores than ours, so that its time is not compared."""
+    if row.milliseconds is None:
+        return {}
+    tokens, scores = problem.work
+    whose = UNPACKED if row.name == UNPACKED else OURS
+    unpacked_ms = medians.get((UNPACKED, row.direction))
+    rate = scores[whose] / row.milliseconds
+    return {
+        "tokens_per_second": tokens[whose] / row.milliseconds * 1e3,
+        "of_unpacked": rate / (scores[UNPACKED] / unpacked_ms) if unpacked_ms else None,
+        "to_ours": None if row.name == UNPACKED else row.to_ours,
+    }
 
 
-class References:
-    """Outputs and gradients of the first and the last head, in float64 and by plain PyTorch at the inputs' precision,
-    of the documents of a peer, each computed when a peer first needs them."""
-
-    def __init__(self, problem: Problem, inputs: list[Tensor], grad: Tensor) -> None:
-        self.problem, self.inputs, self.grad = problem, inputs, grad
-        self.heads = sorted({0, problem.case.heads - 1})
-        self._known: dict[tuple[bool, tuple[int, ...]], list[tuple[list[Tensor], list[Tensor], list[Tensor]]]] = {}
-
-    def of(self, dense: bool, lengths: tuple[int, ...]) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
-        """For each of `heads`: plain, exact, and the sizes of the exact sums' terms; each of the output and of the
-        gradients of query, key and value, (T', D)."""
-        if (dense, lengths) not in self._known:
-            masks: dict[int, Tensor] = {}
-
-            def mask(length: int) -> Tensor:
-                if length not in masks:
-                    masks[length] = self._mask(dense, length)
-                return masks[length]
-
-            tokens = sum(lengths)
-            found = self._known[dense, lengths] = []
-            for head in self.heads:
-                q, k, v, grad = (x[0, head, :tokens] for x in (*self.inputs, self.grad))
-                plain, _ = attention_of_documents(q, k, v, grad, lengths, mask)
-                wide = q.double(), k.double(), v.double(), grad.double()
-                exact, terms = attention_of_documents(*wide, lengths, mask)
-                found.append((plain, exact, terms))
-        return self._known[dense, lengths]
-
-    def _mask(self, dense: bool, length: int) -> Tensor:
-        case, device = self.problem.case, self.problem.device
-        if not dense:
-            return case.mask(self.problem.layout, length, device)
-        live = torch.ones(length, length, dtype=torch.bool, device=device)
-        return live.tril() if case.causal else live
-
-
-def verify(peer: Peer, references: References) -> None:
-    """Holds the output and the gradients of the whole row to the references, `PART` tokens by `PART` tokens.
-
-    Raises:
-        ArithmeticError: an error larger than `require_as_accurate` allows.
-    """
-    lengths = tuple(references.problem.lengths) if peer.lengths is None else peer.lengths
-    inputs, grad = [peer.arranged(x) for x in references.inputs], peer.arranged(references.grad)
-    results = [peer.as_row(x) for x in output_and_gradients(peer.call, inputs, grad)]
-    what = ("output", "gradient of query", "gradient of key", "gradient of value")
-    rest = (0, 0, 0, -sum(lengths) % PART)
-    for head, of_head in zip(references.heads, references.of(peer.dense, lengths), strict=True):
-        for name, mine, *others in zip(what, results, *of_head, strict=True):
-            mine, plain, exact, terms = (pad(x, rest) for x in (mine[0, head], *others))
-            require_as_accurate(f"{name}, head {head}", mine, plain, exact, len(mine) // PART, terms)
-
-
-def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
-    """What is printed: a table a result, as they come, and for each dtype the summary."""
-    seen = []
-    for result in results:
-        seen.append(result)
-        yield table(result)
-    for dtype in dict.fromkeys(result.about.dtype for result in seen):
-        yield summary([result for result in seen if result.about.dtype == dtype])
-
-
-def table(result: Result) -> Iterator[str]:
-    """Lines: milliseconds, tokens and live scores a second, and ratios to ds_sparse, of every peer."""
+def lines(results: list[Result]) -> Iterator[str]:
+    """Milliseconds, tokens and live scores a second, and ratios to ds_sparse, of every peer."""
+    (result,) = results
     case, about = result.case, result.about
-    rounds = max((row.rounds for row in result.rows), default=0)
     yield (
-        f"{case.name}: {structure_of(case)}, {about.documents} documents of {lengths_of(about)} tokens, T {case.tokens}"
-        f", H {case.heads}, D {case.head_dim}, {about.dtype}; medians of {rounds} rounds"
+        f"{case.name}: {case.kind}, {about.documents} documents of {about.lengths} tokens, T {case.tokens}"
+        f", H {case.heads}, D {case.head_dim}, {case.dtype}; medians of {result.rounds} rounds"
     )
-    yield f"unpacked: {about.batch} x {about.sequence} tokens{filled_of(about)}"
+    filled = ""
+    if about.left is not None:
+        filled = (
+            f"; live of what blocks compute {about.filled:.0%}, unpacked {about.unpacked_filled:.0%}: partial blocks "
+            f"leave {about.left:.0%} of the unpacked rate"
+        )
+    yield f"unpacked: {about.batch} x {about.sequence} tokens{filled}"
     if about.index_ms is not None:
         forward = result.row(OURS, FORWARD)
-        beside = f", {about.index_ms / forward.milliseconds:.1f} forwards" if forward else ""
-        yield f"index of a batch, for all its layers: {in_three_digits(about.index_ms)} ms{beside}"
-    heading = f"{'ms':>7} {'Mtokens/s':>9} {'of unpacked':>11} {'x ours':>7}"
-    yield f"{'':12}" + " ".join(f"{direction:>37}" for direction in DIRECTIONS)
-    yield f"{'':12}" + " ".join(f"{heading:>37}" for _ in DIRECTIONS)
-    for name in dict.fromkeys(row.peer for row in result.rows if not row.reason):
-        yield f"{name:12}" + " ".join(cell(result.row(name, direction)) for direction in DIRECTIONS)
-    for name, reason in dict.fromkeys((row.peer, row.reason) for row in result.rows if row.reason):
-        yield f"{name:12}  no time: {reason}"
+        forwards = f", {about.index_ms / forward.milliseconds:.1f} forwards" if forward else ""
+        yield f"index of a batch, for all its layers: {in_three_digits(about.index_ms)} ms{forwards}"
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        speed = in_three_digits(row.tokens_per_second / 1e6)
+        rates = f"{share(row.of_unpacked):>11} {number(row.to_ours):>7}"
+        return f"{in_three_digits(row.milliseconds):>7} {speed:>9} {rates}"
+
+    yield from columns(result, 12, f"{'ms':>7} {'Mtokens/s':>9} {'of unpacked':>11} {'x ours':>7}", cell, DIRECTIONS)
+    yield from lacking(result, 12)
 
 
-def structure_of(case: Case) -> str:
-    what = f"{'' if case.is_window else 'block '}{case.size}"
-    return f"{case.structure}{' ' if case.is_window else ', '}{what}{', causal' if case.causal else ''}"
+def summary(results: list[Result], args: argparse.Namespace) -> Iterator[Iterable[str]]:
+    for dtype in dict.fromkeys(result.case.dtype for result in results):
+        yield fastest([result for result in results if result.case.dtype == dtype])
 
 
-def lengths_of(about: About) -> str:
-    if about.shortest == about.longest:
-        return f"{about.longest:,}"
-    return f"{about.shortest:,} to {about.longest:,}"
-
-
-def filled_of(about: About) -> str:
-    if about.left is None:
-        return ""
-    return (
-        f"; live of what blocks compute {about.filled:.0%}, unpacked {about.unpacked_filled:.0%}: partial blocks leave "
-        f"{about.left:.0%} of the unpacked rate"
-    )
-
-
-def cell(row: Row | None) -> str:
-    if row is None:
-        return f"{'-':>37}"
-    rate = "-" if row.of_unpacked is None else f"{row.of_unpacked:.0%}"
-    ratio = "-" if row.to_ours is None else f"{row.to_ours:.2f}" if row.to_ours < 999.5 else f"{row.to_ours:.3g}"
-    speed = in_three_digits(row.tokens_per_second / 1e6)
-    return f"{in_three_digits(row.milliseconds):>7} {speed:>9} {rate:>11} {ratio:>7}"
-
-
-def summary(results: Sequence[Result]) -> Iterator[str]:
+def fastest(results: Sequence[Result]) -> Iterator[str]:
     """A line a case and direction: ours, its rate over the unpacked one and over what partial blocks leave of that,
-    tokens a second over those with padding, and the fastest other's time over ours."""
+    its time under that with padding, and the fastest other's time over ours."""
     yield (f"{OURS:32}{'':16} {'ms':>8} {'of unpacked':>11} {'of what is left':>15} {'x padded':>8} {'best peer':>18}")
-    for result in results:
-        for direction in DIRECTIONS:
-            row = result.row(OURS, direction)
-            start = f"{result.case.name:32}{direction:16}"
-            if row is None:
-                yield f"{start} {'-':>8}"
-                continue
-            left, others = of_left(result, direction), best_peer(result, direction)
-            padding = result.row(PADDED, direction)
-            yield (
-                f"{start} {in_three_digits(row.milliseconds):>8} {percent(row.of_unpacked):>11} {percent(left):>15} "
-                f"{'-' if padding is None else in_three_digits(padding.to_ours):>8} "
-                f"{f'{others.peer} {in_three_digits(others.to_ours)}' if others else '-':>18}"
-            )
+    for result, direction in product(results, DIRECTIONS):
+        row = result.row(OURS, direction)
+        start = f"{result.case.name:32}{direction:16}"
+        if row is None:
+            yield f"{start} {'-':>8}"
+            continue
+        padding = result.row(PADDED, direction)
+        names = [name for name in result.measured if name not in (*ALWAYS, PADDED)]
+        others = [other for name in names if (other := result.row(name, direction))]
+        best = min(others, key=lambda other: other.milliseconds, default=None)
+        yield (
+            f"{start} {in_three_digits(row.milliseconds):>8} {share(row.of_unpacked):>11} "
+            f"{share(of_left(result, direction)):>15} "
+            f"{'-' if padding is None else in_three_digits(padding.to_ours):>8} "
+            f"{f'{best.name} {in_three_digits(best.to_ours)}' if best else '-':>18}"
+        )
 
 
 def of_left(result: Result, direction: str) -> float | None:
@@ -347,28 +540,73 @@ def of_left(result: Result, direction: str) -> float | None:
     return row.of_unpacked / left if row and row.of_unpacked and left else None
 
 
-def best_peer(result: Result, direction: str) -> Row | None:
-    """The fastest of those that are not ours."""
-    ours = (*ALWAYS, PADDED)
-    others = [row for row in result.rows if row.direction == direction and not row.reason and row.peer not in ours]
-    return min(others, key=lambda row: row.milliseconds, default=None)
+def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
+    """Documents: ours, its rates over those without documents, tokens a second over those with padding, and what the
+    index costs. Peers: what each takes."""
+    ways, dtypes = DIRECTIONS, [result.case.dtype for result in results]
+
+    def rate(numbers: Iterable[float | None]) -> str:
+        return pair(numbers, lambda part: f"{part:.0%}").replace("%", " %")
+
+    def padding(result: Result) -> tuple[float | None, ...]:
+        return over(milliseconds(result, PADDED, ways), milliseconds(result, OURS, ways))
+
+    shown: dict[str, Callable[[Result], str]] = {
+        "structure": lambda r: f"{r.case.kind}{also(dtypes, r.case.dtype)}",
+        "documents, tokens": lambda r: f"{r.about.documents} of {r.about.lengths}",
+        "H, T, D": lambda r: f"{r.case.heads}, {r.case.tokens:,}, {r.case.head_dim}",
+        "ms": lambda r: pair(milliseconds(r, OURS, ways)),
+    }
+    rates: dict[str, Callable[[Result], str]] = {
+        "million tokens/s": lambda r: pair(
+            numbers(r, OURS, ways, "tokens_per_second"), lambda x: in_three_digits(x / 1e6)
+        ),
+        "unpacked batch": lambda r: f"{r.about.batch} x {r.about.sequence:,}",
+        "of its rate": lambda r: rate(numbers(r, OURS, ways, "of_unpacked")),
+        "partial blocks leave": lambda r: "" if r.about.left is None else percent(r.about.left),
+        "of what they leave": lambda r: rate(of_left(r, way) for way in ways),
+        "padded takes": lambda r: pair(padding(r), ratio),
+        "index, ms": lambda r: "" if r.about.index_ms is None else in_three_digits(r.about.index_ms),
+    }
+    notes = list(spans("The padded batch takes", "packed documents", [padding(result) for result in results], ways))
+    lines = [[write(result) for write in (shown | rates).values()] for result in results]
+    measured = dict.fromkeys(name for result in results for name in result.measured)
+    others = {name: f"`{name}`" for name in measured if name not in (*ALWAYS, PADDED)}
+    return {
+        "documents": Table(list(shown | rates), lines, ways, notes),
+        "peers": beside(shown, results, OURS, others, ways),
+    }
 
 
-def percent(part: float | None) -> str:
-    return "-" if part is None else f"{part:.0%}"
-
-
-def record(result: Result) -> list[dict[str, Any]]:
-    """The rows with their case, flat, as they go into the JSON."""
-    about = asdict(result.case) | asdict(result.about) | {"left": result.about.left}
-    return [about | asdict(row) for row in result.rows]
-
-
-def restore(rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-    """The results whose `record` these are, one after the other.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-    by_case = groupby(rows, key=lambda row: (restored(Case, row), restored(About, row)))
-    return [Result(case, about, [restored(Row, row) for row in of_case]) for (case, about), of_case in by_case]
+OPERATION = Operation(
+    name="packed",
+    description=DESCRIPTION,
+    dtypes=BF16_ON_A_GPU,
+    case=Case,
+    about=About,
+    problem=Problem,
+    peers={
+        OURS: packed,
+        UNPACKED: unpacked,
+        PADDED: padded,
+        "sdpa-padded": sdpa_padded,
+        "sdpa-mask": sdpa_mask,
+        "varlen": torch_varlen,
+        "flex": flex_attention,
+    },
+    ours=(OURS,),
+    options=options,
+    cases=cases,
+    names=lambda args: list(dict.fromkeys([*ALWAYS, *args.peers])),
+    abouts=about_of,
+    numbers=numbers_of,
+    lines=lines,
+    summary=summary,
+    pages=pages,
+    fields=("tokens_per_second", "of_unpacked", "to_ours"),
+    directions=DIRECTIONS,
+    trains=True,
+    packages=["triton"],
+)
+"""The first three peers are ours. varlen is PyTorch's own; it has windows, and is dense in each document where a
+structure has blocks."""

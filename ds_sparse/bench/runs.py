@@ -18,17 +18,21 @@ from typing import Any, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from .floors import Ceilings
+from .registry import Operation, Result, Row
 
 Kind = TypeVar("Kind")
 Other = TypeVar("Other")
-Row = dict[str, Any]
-"""A row of the JSON: a case's fields, and what was measured of one competitor in one direction."""
+Fields = dict[str, Any]
+"""A row of the JSON: a case's fields, and what was measured of one peer in one direction."""
 
 WIDTH = 120
-"""Of what is printed, in characters."""
+"""Characters of a printed line."""
 
 NEEDED = ("operation", "arguments", "machine", "torch", "commit", "date", "ceilings", "rows")
 """Keys that each JSON has."""
+
+OF_ALL = ("direction", "milliseconds", "rounds", "reason")
+"""Fields of a `Row` that the JSON of every operation has."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Run:
     arguments: list[str]
     conditions: dict[str, str]
     ceilings: dict[str, Ceilings] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Fields] = field(default_factory=list)
 
     @property
     def command(self) -> str:
@@ -59,8 +63,8 @@ class Run:
         for name, ceilings in self.ceilings.items():
             yield f"measured here in {name}: {ceilings.in_words()}"
 
-    def add(self, rows: Sequence[Row], path: str | None) -> None:
-        """Rows of one more case; all are written, so that what was measured outlives what interrupts the rest."""
+    def add(self, rows: Sequence[Fields], path: str | None) -> None:
+        """Adds rows of one more case and writes all, so that what was measured outlives what interrupts the rest."""
         self.rows.extend(rows)
         if path is not None:
             ceilings = {name: asdict(rates) for name, rates in self.ceilings.items()}
@@ -102,6 +106,41 @@ def without_json(arguments: list[str]) -> list[str]:
     return parser.parse_known_args(arguments)[1]
 
 
+def record(operation: Operation, result: Result) -> list[Fields]:
+    """The rows of a result with its case, flat, as they go into the JSON."""
+    about = asdict(result.case) | asdict(result.about)
+    kept = (*operation.fields, *OF_ALL)
+    return [about | {operation.key: row.name} | {name: getattr(row, name) for name in kept} for row in result.rows]
+
+
+def restore(operation: Operation, rows: Sequence[Fields]) -> list[Result]:
+    """The results whose `record` these are, one after the other.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+
+    def of_case(row: Fields) -> tuple[Any, Any]:
+        return restored(operation.case, row), restored(operation.about, row)
+
+    def measured(row: Fields) -> Row:
+        known = {name: row[name] for name in (*operation.fields, *OF_ALL) if name in row}
+        return restored(Row, known | ({"name": row[operation.key]} if operation.key in row else {}))
+
+    groups = groupby(rows, key=of_case)
+    return [Result(case, about, [measured(row) for row in group]) for (case, about), group in groups]
+
+
+def rows_by_case(case: type[Kind], row: type[Other], rows: Iterable[Fields]) -> list[tuple[Kind, list[Other]]]:
+    """Cases, each with what was measured in it.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    groups = groupby(rows, key=functools.partial(restored, case))
+    return [(of, [restored(row, fields) for fields in group]) for of, group in groups]
+
+
 def restored(kind: type[Kind], row: Mapping[str, Any]) -> Kind:
     """A dataclass from a row that has its fields, among others.
 
@@ -119,21 +158,6 @@ def restored(kind: type[Kind], row: Mapping[str, Any]) -> Kind:
 @functools.cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
-
-
-def by_case(kind: type[Kind], rows: Iterable[Row]) -> Iterator[tuple[Kind, list[Row]]]:
-    """Cases, each with its rows, which are next to each other."""
-    for case, group in groupby(rows, key=functools.partial(restored, kind)):
-        yield case, list(group)
-
-
-def rows_by_case(case: type[Kind], row: type[Other], rows: Iterable[Row]) -> list[tuple[Kind, list[Other]]]:
-    """Cases, each with what was measured in it.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-    return [(of, [restored(row, fields) for fields in group]) for of, group in by_case(case, rows)]
 
 
 def show(*lines: str) -> None:

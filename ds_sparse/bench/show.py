@@ -5,25 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
-from . import command, markdown
-from .commands import IN_A_CLONE, OPERATIONS, sentence_of_clone
-from .commands.running import show_report
+from . import IN_A_CLONE, OPERATIONS, sentence_of_clone
+from .command import parse
+from .markdown import sources
+from .registry import operation
 from .runs import Run, read, show
 
 Loaded = tuple[Run, argparse.Namespace, list[Any]]
 """A run, the options that it was measured with, and its results."""
-
-
-class Options(argparse.ArgumentParser):
-    """Raises ValueError where argparse ends the program: these options are a file's, not the user's."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{self.prog} does not take the options of this run: {message}.")
-
-    def print_help(self, file: Any = None) -> NoReturn:
-        self.error("--help measures nothing")
 
 
 def main(arguments: list[str]) -> int:
@@ -43,8 +34,8 @@ def main(arguments: list[str]) -> int:
     if args.markdown:
         print("\n\n".join(tables_of(loaded)))
         return 0
-    for run, options, results in loaded:
-        show_run(run, options, results)
+    for one in loaded:
+        show_run(*one)
     return 0
 
 
@@ -63,8 +54,8 @@ def load(path: str) -> Loaded:
         if row.get("milliseconds") is None and not row.get("reason"):
             raise ValueError(f"{path}: row {number} has neither milliseconds nor a reason.")
     try:
-        options = command.parse(run.operation, run.arguments, Options)
-        return run, options, options.results.restore(run.rows)
+        options = parse(run.operation, run.arguments, is_recorded=True)
+        return run, options, operation(run.operation).restore(run.rows)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -78,12 +69,13 @@ def tables_of(loaded: list[Loaded]) -> Iterator[str]:
     for together in kinds.values():
         run, options, _ = together[0]
         everything = [result for _, _, results in together for result in results]
-        for table in markdown.tables(run.operation, options, everything).values():
+        for table in operation(run.operation).tables(everything, options).values():
             yield table.in_markdown()
-        yield markdown.sources([run for run, _, _ in together])
+        yield sources([run for run, _, _ in together])
 
 
 def show_run(run: Run, options: argparse.Namespace, results: list[Any]) -> None:
     """Prints a run as it printed itself."""
     show(*run.heading())
-    show_report(options, results)
+    for lines in operation(run.operation).report(results, options):
+        show(*lines)

@@ -1,16 +1,12 @@
-"""The steps from dense attention to `sparse_attn` side by side, over lists of token pairs that all heads share.
-
-A step's output and gradients are verified before it is timed, in turns in one process; one that does not take a case,
-or is wrong, is named with the reason.
-"""
+"""`ds_sparse bench tokens`: the steps from dense attention to `sparse_attn`, over token pairs that all heads share."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from ..arguments import positive
 from ..index import TokenIndex
 from ..ops import (
     gather_attention,
@@ -29,11 +26,15 @@ from ..ops import (
     torch_sparse_attention,
 )
 from ..ops.token_steps import weighted_sums
-from ..verify.accuracy import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
+from ..verify.accuracy import output_and_gradients
+from . import flex
+from .command import add_peers, add_sizes, listed, one_of
 from .floors import bytes_of_gathers, l2_read_rate
-from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns, time_of
+from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
+from .markdown import SHAPE, Table, milliseconds, numbers, over, pair, percent, spans
 from .reasons import Unsupported
-from .runs import by_case, restored
+from .references import AttentionProblem, Piece, block_rows
+from .registry import Build, Operation, Peer, Result, Row
 
 DIRECTIONS = (FORWARD, TRAIN)
 
@@ -46,7 +47,16 @@ L2_FLOOR = "gather from L2"
 MEMORY = 4 << 30
 """Bytes of temporaries that a step may take; of more, it is not run."""
 
-OURS, DENSE, SDPA, TORCH_SPARSE, FLEX = "sparse_attn", "masked", "sdpa", "torch.sparse", "flex"
+OURS, DENSE, SDPA, TORCH_SPARSE, FLEX, LOOP = "sparse_attn", "masked", "sdpa", "torch.sparse", "flex", "C++ loop"
+
+SHOWN = (OURS, TORCH_SPARSE, SDPA, FLEX, LOOP)
+"""What a table for a page has a column of, as far as it was measured."""
+
+DESCRIPTION = (
+    "The steps from dense attention to sparse_attn over token pairs, which all heads share: each is verified "
+    "against float64, output and gradients, then all are timed in turns. Says from which sparsity on a step beats "
+    "dense attention. A step that does not take a case is named with the reason."
+)
 
 
 @dataclass(frozen=True)
@@ -65,62 +75,88 @@ class Case:
     def head_dim(self) -> int:
         return self.d_model // self.heads
 
+    @property
+    def title(self) -> str:
+        return (
+            f"T {self.seq_len}, d_model {self.d_model}, heads {self.heads}, {self.sparsity:.0%} sparse {self.pattern}"
+        )
+
     def mask(self) -> Tensor:
         """bool (T, T) on the CPU, the same at every call."""
         return PATTERNS[self.pattern](self.seq_len, 1 - self.sparsity)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What a case comes to: pairs of one head."""
+
+    pairs: int
 
 
 def random_mask(tokens: int, density: float) -> Tensor:
     return torch.rand(tokens, tokens, generator=torch.Generator().manual_seed(0)) < density
 
 
-def window_mask(block: int) -> Callable[[int, float], Tensor]:
+def window_mask(block: int, tokens: int, density: float) -> Tensor:
     """A window of blocks around the diagonal, the first block row and column, with the width that comes nearest to the
     density."""
+    side = torch.arange(-(-tokens // block))
+    far = (side[:, None] - side).abs()
+    first = (side[:, None] == 0) | (side == 0)
+    layouts = [first | (far <= width) for width in range(len(side))]
+    live = min(layouts, key=lambda layout: abs(layout.double().mean().item() - density))
+    return live.repeat_interleave(block, 0).repeat_interleave(block, 1)[:tokens, :tokens]
 
-    def build(tokens: int, density: float) -> Tensor:
-        side = torch.arange(-(-tokens // block))
-        far = (side[:, None] - side).abs()
-        first = (side[:, None] == 0) | (side == 0)
-        layouts = [first | (far <= width) for width in range(len(side))]
-        live = min(layouts, key=lambda layout: abs(layout.double().mean().item() - density))
-        return live.repeat_interleave(block, 0).repeat_interleave(block, 1)[:tokens, :tokens]
+
+PATTERNS: dict[str, Callable[[int, float], Tensor]] = {
+    "random": random_mask,
+    "window-16": partial(window_mask, 16),
+    "window-64": partial(window_mask, 64),
+}
+"""How pairs lie: from tokens and a density to bool (T, T)."""
+
+
+class Problem(AttentionProblem):
+    """A case on a device: its mask, and the index of its pairs; the last head of the last sequence is verified."""
+
+    def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:
+        self.case, self.top = case, args.profile
+        self._on_cpu = case.mask()
+        self.mask, self.index = self._on_cpu.to(device), TokenIndex.from_mask(self._on_cpu).to(device).prepared()
+        shape = (case.batch, case.heads, case.seq_len, case.head_dim)
+        super().__init__(shape, DTYPES[case.dtype], device, case.seq_len, [(case.batch - 1, case.heads - 1)])
+
+    def pieces(self, head: int, peer: Peer) -> Iterable[Piece]:
+        return block_rows(torch.ones_like(self._on_cpu) if peer.dense else self._on_cpu, 1, self.device)
+
+    def refuse(self, numbers_a_pair: int, numbers_a_score: int = 0) -> None:
+        """Raises Unsupported where so many numbers of temporaries of each pair, and of each of the T * T scores, take
+        more than `MEMORY`."""
+        numbers = numbers_a_pair * self.index.num_pairs + numbers_a_score * self.case.seq_len**2
+        size = numbers * self.case.batch * self.case.heads * DTYPES[self.case.dtype].itemsize
+        if size > MEMORY:
+            raise Unsupported(f"takes {size / 2**30:.1f} GiB")
+
+
+def of_pairs(function: Callable[..., Any], numbers: Callable[[int], int]) -> Build:
+    """A step over the pairs. numbers: how many of temporaries there are of a pair, for a head size, while it is
+    differentiated."""
+
+    def build(problem: Problem) -> Peer:
+        problem.refuse(numbers(problem.case.head_dim))
+        return Peer(lambda q, k, v: function(q, k, v, problem.index), beside=DENSE)
 
     return build
 
 
-PATTERNS = {"random": random_mask, "window-16": window_mask(16), "window-64": window_mask(64)}
+def of_scores(function: Callable[..., Any], numbers: int, word: str) -> Build:
+    """A step over all scores that takes the mask by a word, with so many numbers of temporaries of each score."""
 
+    def build(problem: Problem) -> Peer:
+        problem.refuse(0, numbers)
+        return Peer(partial(function, **{word: problem.mask}), beside=DENSE)
 
-@dataclass(frozen=True)
-class Problem:
-    """A case on a device: its mask, and the index of its pairs."""
-
-    case: Case
-    mask: Tensor
-    index: TokenIndex
-
-
-@dataclass(frozen=True)
-class Step:
-    """`build(problem)` gives a call with query, key and value, (B, H, T, D) each.
-
-    Attributes:
-        dense: it computes all scores, whatever the lists say.
-        no_backward: why it cannot be differentiated; empty where it can.
-        numbers: how many numbers of temporaries there are of a pair, for a head size, while it is differentiated.
-        numbers_of_all: the same of each of the T * T scores.
-    """
-
-    build: Callable[[Problem], Callable[[Tensor, Tensor, Tensor], Tensor]]
-    dense: bool = False
-    no_backward: str = ""
-    numbers: Callable[[int], int] = lambda head_dim: 0
-    numbers_of_all: int = 0
-
-
-def of_pairs(function: Callable[..., Any], **options: Any) -> Step:
-    return Step(lambda problem: lambda q, k, v: function(q, k, v, problem.index), **options)
+    return build
 
 
 def native_scores(product: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, index: TokenIndex) -> Tensor:
@@ -130,185 +166,79 @@ def native_scores(product: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, 
     return (sums / totals.masked_fill(totals == 0, 1).unsqueeze(-1)).to(q.dtype).view(v.shape)
 
 
-def flex_attention(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def flex_attention(problem: Problem) -> Peer:
     """Compiled FlexAttention, which leaves out tiles without a pair and looks the mask up in the others."""
-    from torch.nn.attention import flex_attention as flex
-
-    mask = problem.mask
-    if mask.device.type != "cuda":
+    if problem.device.type != "cuda":
         raise Unsupported("on CUDA only: on a CPU it has no backward")
-
-    def live(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask[q, k]
-
-    # After a few compilations of one function, those of the cases before, it would run uncompiled.
-    torch._dynamo.reset()
-    queries, keys = mask.shape
-    tiles = flex.create_block_mask(live, None, None, queries, keys, device=mask.device)
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=tiles)
+    mask = problem.mask
+    flex.forget()
+    tiles = flex.of_scores(lambda b, h, q, k: mask[q, k], 1, problem.case.seq_len, problem.device)
+    return Peer(flex.compiled(tiles), beside=DENSE)
 
 
-STEPS: dict[str, Step] = {
-    DENSE: Step(lambda problem: lambda q, k, v: masked_attention(q, k, v, problem.mask), numbers_of_all=6),
-    "gather": of_pairs(gather_attention, numbers=lambda head_dim: 8 * head_dim),
-    "jagged": of_pairs(jagged_attention, numbers=lambda head_dim: 8 * head_dim),
-    TORCH_SPARSE: of_pairs(torch_sparse_attention, numbers=lambda head_dim: 16),
-    "sparse_matmul": of_pairs(partial(native_scores, sparse_matmul), numbers=lambda head_dim: 4 * head_dim),
-    "sparse_matmul_vo": of_pairs(partial(native_scores, sparse_matmul_vo), numbers=lambda head_dim: 4 * head_dim),
-    OURS: of_pairs(sparse_attn, numbers=lambda head_dim: 2),
-    SDPA: Step(lambda problem: scaled_dot_product_attention, dense=True),
-    "sdpa+mask": Step(
-        lambda problem: lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=problem.mask), numbers_of_all=1
-    ),
-    FLEX: Step(flex_attention),
-}
-"""The ladder (sparse_matmul, sparse_matmul_vo: of the native operations the scores alone), and beside it PyTorch's
-dense attention, that with a mask, FlexAttention, and the loop a learner writes in C++."""
+def options(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser, seq_len="512,1024,2048", heads="1,12")
+    parser.add_argument(
+        "--sparsity",
+        type=listed(part_of_100),
+        default=[0.5, 0.75, 0.9, 0.95, 0.99],
+        help="percent of the scores that are not computed (default: 50,75,90,95,99)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=listed(one_of(PATTERNS)),
+        default=["random"],
+        help=f"{', '.join(PATTERNS)}: how they lie (default: random)",
+    )
+    everybody = list(OPERATION.peers)
+    add_peers(parser, everybody, {"cpu": everybody, "cuda": everybody}, in_words="all")
+    parser.add_argument(
+        "--profile", type=positive, default=0, metavar="N", help="also name the N operators that take a step's time"
+    )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One step in one direction; without a time, `reason` says why.
-
-    Attributes:
-        to_dense: its time over that of `masked_attention`; below 1 it is faster.
-        to_ours: its time over that of `sparse_attn`; above 1 `sparse_attn` is faster.
-    """
-
-    step: str
-    direction: str
-    milliseconds: float | None = None
-    to_dense: float | None = None
-    to_ours: float | None = None
-    rounds: int = 0
-    reason: str = ""
+def part_of_100(text: str) -> float:
+    """argparse type: a part of 1, from 0 to below 100 %."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 0 to below 100")
+    return number / 100
 
 
-@dataclass(frozen=True)
-class Result:
-    """A case, measured.
-
-    Attributes:
-        pairs: of one head.
-        operators: the top ones of each step, if they were asked for.
-        l2_floors: milliseconds by direction to bring the rows of all pairs from L2; empty if that is not measured.
-    """
-
-    case: Case
-    pairs: int
-    rows: list[Row]
-    operators: dict[str, list[str]]
-    l2_floors: dict[str, float]
-
-    def row(self, step: str, direction: str) -> Row | None:
-        """The row of a step that was measured."""
-        found = (row for row in self.rows if (row.step, row.direction) == (step, direction) and not row.reason)
-        return next(found, None)
+def cases(args: argparse.Namespace) -> list[Case]:
+    shapes = product(args.dtype, args.pairs, args.seq_len, args.heads, args.head_dim, args.batch, args.sparsity)
+    return [
+        Case(seq_len, heads * head_dim, heads, sparsity, pattern, dtype, batch)
+        for dtype, pattern, seq_len, heads, head_dim, batch, sparsity in shapes
+    ]
 
 
-def run_case(
-    case: Case, names: Sequence[str], device: torch.device, repeats: int, seconds: float, top: int = 0
-) -> Result:
-    """Verifies the steps, then times them in turns: `repeats` rounds, or as many as begin within `seconds`, three at
-    least; names the `top` operators of each by time. Never raises for a step's sake."""
-    mask = case.mask()
-    problem = Problem(case, mask.to(device), TokenIndex.from_mask(mask).to(device).prepared())
-    shape = (case.batch, case.heads, case.seq_len, case.head_dim)
-    *inputs, grad = random_tensors(4, shape, DTYPES[case.dtype], device)
-    references = References(mask, inputs, grad)
-
-    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
-    reasons: dict[str, str] = {}
-    for name in names:
-        step = STEPS[name]
-        try:
-            refuse_too_large(step, problem)
-            calls[name] = step.build(problem)
-            verify(calls[name], step, inputs, grad, references)
-        except (Unsupported, ArithmeticError, RuntimeError, ValueError) as error:
-            reasons[name] = str(error).strip().splitlines()[0]
-    runs = {
-        (name, direction): partial(time_of, call, inputs, grad, direction, device)
-        for name, call in calls.items()
-        if name not in reasons
-        for direction in DIRECTIONS[: 1 if STEPS[name].no_backward else None]
-    }
-    times = in_turns(runs, repeats, seconds, describe(case))
-    medians = {key: statistics.median(samples) for key, samples in times.items()}
-    rows = []
-    for name in names:
-        for direction in DIRECTIONS:
-            mine = medians.get((name, direction))
-            if mine is None:
-                rows.append(Row(name, direction, reason=reasons.get(name) or STEPS[name].no_backward))
-                continue
-            dense, ours = (medians.get((other, direction)) for other in (DENSE, OURS))
-            rows.append(
-                Row(
-                    name, direction, mine, mine / dense if dense else None, mine / ours if ours else None,
-                    len(times[name, direction]),
-                )
-            )  # fmt: skip
-    done = dict.fromkeys(name for name, _ in runs)
-    operators = {name: top_operators(calls[name], STEPS[name], inputs, grad, top) for name in done if top}
-    return Result(case, problem.index.num_pairs, rows, operators, l2_floors(case, problem.index.num_pairs, device))
-
-
-def l2_floors(case: Case, pairs: int, device: torch.device) -> dict[str, float]:
-    rate = l2_read_rate(device) if device.type == "cuda" else None
-    if rate is None:
-        return {}
-    sizes = pairs, case.batch * case.heads, case.head_dim, DTYPES[case.dtype].itemsize
-    return {direction: bytes_of_gathers(*sizes, direction) / rate for direction in DIRECTIONS}
-
-
-def refuse_too_large(step: Step, problem: Problem) -> None:
+def numbers_of(
+    problem: Problem, peer: Peer | None, row: Row, medians: Mapping[tuple[str, str], float]
+) -> dict[str, Any]:
     case = problem.case
-    numbers = step.numbers(case.head_dim) * problem.index.num_pairs + step.numbers_of_all * case.seq_len**2
-    size = numbers * case.batch * case.heads * DTYPES[case.dtype].itemsize
-    if size > MEMORY:
-        raise Unsupported(f"takes {size / 2**30:.1f} GiB")
+    found: dict[str, Any] = {}
+    rate = l2_read_rate(problem.device) if problem.device.type == "cuda" else None
+    if rate is not None:
+        sizes = problem.index.num_pairs, case.batch * case.heads, case.head_dim, DTYPES[case.dtype].itemsize
+        found["l2_floor_ms"] = bytes_of_gathers(*sizes, row.direction) / rate
+    if problem.top and peer is not None and row.milliseconds is not None and row.direction == FORWARD:
+        found["operators"] = top_operators(problem, peer)
+    return found
 
 
-class References:
-    """Output and gradients of the last head of the last sequence, in float64 and by plain PyTorch at the inputs'
-    precision, (T, D) each; with the mask and dense, each computed when it is first needed."""
-
-    def __init__(self, mask: Tensor, inputs: list[Tensor], grad: Tensor) -> None:
-        self.mask = mask
-        self.mine = [x[-1, -1] for x in (*inputs, grad)]
-        self._known: dict[bool, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
-
-    def of(self, dense: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Plain, exact, and the sizes of the exact sums' terms."""
-        if dense not in self._known:
-            mask = torch.ones_like(self.mask) if dense else self.mask
-            q, k, v, grad = self.mine
-            plain, _ = attention_by_block_rows(q, k, v, grad, mask, 1)
-            exact, terms = attention_by_block_rows(q.double(), k.double(), v.double(), grad.double(), mask, 1)
-            self._known[dense] = plain, exact, terms
-        return self._known[dense]
-
-
-def verify(call: Callable[..., Tensor], step: Step, inputs: list[Tensor], grad: Tensor, references: References) -> None:
-    """Holds output and gradients to the references, token by token.
-
-    Raises:
-        ArithmeticError: an error larger than `require_as_accurate` allows.
-    """
-    results = [call(*inputs)] if step.no_backward else output_and_gradients(call, inputs, grad)
-    what = ("output", "gradient of query", "gradient of key", "gradient of value")
-    for name, mine, plain, exact, terms in zip(what, results, *references.of(step.dense), strict=False):
-        require_as_accurate(name, mine[-1, -1], plain, exact, 1, terms)
-
-
-def top_operators(call: Callable[..., Tensor], step: Step, inputs: list[Tensor], grad: Tensor, top: int) -> list[str]:
+def top_operators(problem: Problem, peer: Peer) -> list[str]:
     """The operators of a call that take most time by themselves, each with its share and how often it is called."""
-    on_cuda = inputs[0].device.type == "cuda"
+    on_cuda = problem.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_cuda else [])
     with profile(activities=activities) as measured:
-        _ = call(*inputs) if step.no_backward else output_and_gradients(call, inputs, grad)
+        if peer.no_backward:
+            peer.call(*problem.inputs)
+        else:
+            output_and_gradients(peer.call, problem.inputs, problem.grad)
         if on_cuda:
             torch.cuda.synchronize()
     events = measured.key_averages()
@@ -317,64 +247,53 @@ def top_operators(call: Callable[..., Tensor], step: Step, inputs: list[Tensor],
         return event.self_device_time_total if on_cuda else event.self_cpu_time_total
 
     total = sum(map(own_time, events))
-    largest = sorted(events, key=own_time, reverse=True)[:top]
+    largest = sorted(events, key=own_time, reverse=True)[: problem.top]
     return [f"{own_time(event) / total:.0%} {event.key} x{event.count}" for event in largest if total]
 
 
-def describe(case: Case) -> str:
-    return f"T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.sparsity:.0%} sparse {case.pattern}"
-
-
-def report(results: Iterable[Iterable[Result]]) -> Iterator[Iterable[str]]:
-    """What is printed of results by shape and pattern: a table of each, as they come, and the `ratios` of all."""
-    seen = []
-    for of_shape in results:
-        some = list(of_shape)
-        seen += some
-        yield table(some)
-    if lines := list(ratios(seen)):
-        yield lines
-
-
-def table(results: list[Result]) -> Iterator[str]:
-    """Lines of the results of one shape and pattern: milliseconds, a line a step and a column a sparsity, and who beats
+def lines(results: list[Result]) -> Iterator[str]:
+    """The results of one shape and pattern: milliseconds, a line a step and a column a sparsity, and who beats
     dense."""
     case = results[0].case
-    names = list(dict.fromkeys(row.step for row in results[0].rows))
+    steps = list(dict.fromkeys(row.name for row in results[0].rows))
     yield (
         f"B {case.batch}, T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.pattern} pairs, "
         f"{case.dtype}; ms of {FORWARD} / {TRAIN}"
     )
+
+    def in_line(name: str, texts: Iterable[str]) -> str:
+        return f"{name:16}" + "".join(f"{text:>20}" for text in texts)
+
     for first in range(0, len(results), COLUMNS):
         some = results[first : first + COLUMNS]
-        yield f"{'sparsity':16}" + "".join(f"{1 - result.pairs / case.seq_len**2:>20.1%}" for result in some)
-        yield f"{'pairs':16}" + "".join(f"{result.pairs:>20}" for result in some)
-        for name in names:
-            yield f"{name:16}" + "".join(f"{cell(result, name):>20}" for result in some)
-        if results[0].l2_floors:
-            floors = (" / ".join(map(in_three_digits, result.l2_floors.values())) for result in some)
-            yield f"{L2_FLOOR:16}" + "".join(f"{text:>20}" for text in floors)
-    for other in (DENSE, SDPA):
-        if other in names:
-            beats = (
-                f"{name} {' / '.join(beats_from(results, name, other, direction) for direction in DIRECTIONS)}"
-                for name in names
-                if name != other
-            )
-            yield f"beats {other} from: {', '.join(beats)}"
-    reasons = {(row.step, row.reason): None for result in results for row in result.rows if row.reason}
-    for name, reason in reasons:
-        cases = [r.case for r in results if any((row.step, row.reason) == (name, reason) for row in r.rows)]
-        where = ", ".join(f"{case.sparsity:.0%}" for case in cases) + " " if len(cases) < len(results) else ""
+        yield in_line("sparsity", (f"{sparsity_of(result):.1%}" for result in some))
+        yield in_line("pairs", (str(result.about.pairs) for result in some))
+        for name in steps:
+            yield in_line(name, (pair(milliseconds(result, name, DIRECTIONS)) or "- / -" for result in some))
+        if results[0].by_direction("l2_floor_ms"):
+            yield in_line(L2_FLOOR, (pair(result.by_direction("l2_floor_ms").values()) for result in some))
+    for other in (name for name in (DENSE, SDPA) if name in steps):
+        beats = (
+            f"{name} {' / '.join(beats_from(results, name, other, direction) for direction in DIRECTIONS)}"
+            for name in steps
+            if name != other
+        )
+        yield f"beats {other} from: {', '.join(beats)}"
+    reasons: dict[tuple[str, str], list[Case]] = {}
+    for result in results:
+        for name, reason in dict.fromkeys((row.name, row.reason) for row in result.rows if row.reason):
+            reasons.setdefault((name, reason), []).append(result.case)
+    for (name, reason), whose in reasons.items():
+        where = ", ".join(f"{case.sparsity:.0%}" for case in whose) + " " if len(whose) < len(results) else ""
         yield f"{where}{name}: {reason}"
     for result in results:
-        for name, operators in result.operators.items():
-            yield f"{result.case.sparsity:.0%} {name}: {', '.join(operators)}"
+        for row in result.rows:
+            if row.operators and row.direction == FORWARD:
+                yield f"{result.case.sparsity:.0%} {row.name}: {', '.join(row.operators)}"
 
 
-def cell(result: Result, name: str) -> str:
-    rows = [result.row(name, direction) for direction in DIRECTIONS]
-    return " / ".join("-" if row is None else in_three_digits(row.milliseconds) for row in rows)
+def sparsity_of(result: Result) -> float:
+    return 1 - result.about.pairs / result.case.seq_len**2
 
 
 def beats_from(results: list[Result], name: str, other: str, direction: str) -> str:
@@ -388,58 +307,73 @@ def beats_from(results: list[Result], name: str, other: str, direction: str) -> 
     return least
 
 
-def ratios(results: list[Result]) -> Iterator[str]:
+def summary(results: list[Result], args: argparse.Namespace) -> Iterator[Iterable[str]]:
     """A line a step: its time over that of `sparse_attn`, the least and the largest of all cases."""
-    steps = dict.fromkeys(row.step for result in results for row in result.rows if row.to_ours and row.step != OURS)
+    steps = dict.fromkeys(row.name for result in results for row in result.rows if row.to_ours and row.name != OURS)
     if not steps:
         return
-    yield f"over the time of {OURS}, least and largest of {len(results)} cases"
-    yield f"{'':16}" + "".join(f"{direction:>20}" for direction in DIRECTIONS)
-    for step in steps:
-        yield f"{step:16}" + "".join(f"{spread(results, step, direction):>20}" for direction in DIRECTIONS)
 
+    def spread(step: str, direction: str) -> str:
+        ratios = [x for result in results for x in numbers(result, step, (direction,), "to_ours") if x is not None]
+        return f"{in_three_digits(min(ratios))} - {in_three_digits(max(ratios))}" if ratios else "-"
 
-def spread(results: list[Result], step: str, direction: str) -> str:
-    rows = [result.row(step, direction) for result in results]
-    ratios = [row.to_ours for row in rows if row is not None and row.to_ours is not None]
-    return f"{in_three_digits(min(ratios))} - {in_three_digits(max(ratios))}" if ratios else "-"
-
-
-def record(result: Result) -> list[dict[str, Any]]:
-    """The rows with their case, flat, as they go into the JSON."""
-    return [
-        asdict(result.case)
-        | {
-            "pairs": result.pairs,
-            "l2_floor_ms": result.l2_floors.get(row.direction),
-            "operators": result.operators.get(row.step, []),
-        }
-        | asdict(row)
-        for row in result.rows
+    yield [
+        f"over the time of {OURS}, least and largest of {len(results)} cases",
+        f"{'':16}" + "".join(f"{direction:>20}" for direction in DIRECTIONS),
+        *(f"{step:16}" + "".join(f"{spread(step, direction):>20}" for direction in DIRECTIONS) for step in steps),
     ]
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What a row of the JSON has beside its case and its `Row`."""
+def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
+    """A line a case: ours and others, forward / forward and backward."""
+    steps = [step for step in SHOWN if any(result.row(step, FORWARD) for result in results)]
+    several = [name for name in ("dtype", "pattern") if len({getattr(r.case, name) for r in results}) > 1]
+    times = {step: [milliseconds(result, step, DIRECTIONS) for result in results] for step in steps}
+    lines = []
+    for i, result in enumerate(results):
+        case = result.case
+        shape = f"{case.batch}, {case.heads}, {case.seq_len}, {case.head_dim}"
+        shape += "".join(f", {getattr(case, name)}" for name in several)
+        lines.append([shape, percent(sparsity_of(result)), *(pair(times[step][i]) for step in steps)])
+    notes: list[str] = []
+    for step in steps[1:] if OURS in steps else ():
+        ratios = [over(*both) for both in zip(times[step], times[OURS])]
+        notes += spans(f"`{step}` takes", f"`{OURS}`", ratios, DIRECTIONS)
+    return {"pairs": Table([SHAPE, "sparsity", *(f"`{step}`, ms" for step in steps)], lines, DIRECTIONS, notes)}
 
-    pairs: int
-    step: str
-    direction: str
-    l2_floor_ms: float | None = None
-    operators: list[str] = field(default_factory=list)
 
-
-def restore(rows: Sequence[dict[str, Any]]) -> list[list[Result]]:
-    """The results whose `record` these are, by shape and pattern.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-    results = []
-    for case, of_case in by_case(Case, rows):
-        recorded = [restored(Recorded, row) for row in of_case]
-        operators = {row.step: row.operators for row in recorded if row.operators}
-        floors = {row.direction: row.l2_floor_ms for row in recorded if row.l2_floor_ms is not None}
-        results.append(Result(case, recorded[0].pairs, [restored(Row, row) for row in of_case], operators, floors))
-    return [list(group) for _, group in groupby(results, key=lambda result: replace(result.case, sparsity=0))]
+OPERATION = Operation(
+    name="tokens",
+    description=DESCRIPTION,
+    dtypes={"cpu": ["fp32"], "cuda": ["fp32"]},
+    case=Case,
+    about=Pairs,
+    problem=Problem,
+    peers={
+        DENSE: of_scores(masked_attention, 6, "mask"),
+        "gather": of_pairs(gather_attention, lambda head_dim: 8 * head_dim),
+        "jagged": of_pairs(jagged_attention, lambda head_dim: 8 * head_dim),
+        TORCH_SPARSE: of_pairs(torch_sparse_attention, lambda head_dim: 16),
+        "sparse_matmul": of_pairs(partial(native_scores, sparse_matmul), lambda head_dim: 4 * head_dim),
+        "sparse_matmul_vo": of_pairs(partial(native_scores, sparse_matmul_vo), lambda head_dim: 4 * head_dim),
+        OURS: of_pairs(sparse_attn, lambda head_dim: 2),
+        SDPA: lambda problem: Peer(scaled_dot_product_attention, beside=DENSE, dense=True),
+        "sdpa+mask": of_scores(scaled_dot_product_attention, 1, "attn_mask"),
+        FLEX: flex_attention,
+    },
+    ours=(OURS,),
+    options=options,
+    cases=cases,
+    names=lambda args: args.peers,
+    abouts=lambda problem, peers: Pairs(problem.index.num_pairs),
+    numbers=numbers_of,
+    lines=lines,
+    summary=summary,
+    pages=pages,
+    key="step",
+    fields=("l2_floor_ms", "operators", "to_dense", "to_ours"),
+    directions=DIRECTIONS,
+    shape=lambda case: replace(case, sparsity=0),
+)
+"""The ladder (sparse_matmul, sparse_matmul_vo: of the native operations the scores alone), and beside it PyTorch's
+dense attention, that with a mask, and FlexAttention."""

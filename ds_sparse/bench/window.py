@@ -1,12 +1,13 @@
-"""Windows: the products, the softmax and attention beside dense PyTorch, and attention beside what else computes it.
-
-A case is data; `run_case` verifies it, times all competitors in turns in one process, and returns rows of numbers.
-"""
+"""`ds_sparse bench window`: products, softmax and attention of windows, beside dense PyTorch and what else computes
+windowed attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,13 +15,18 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .. import reference
+from ..arguments import positive
 from ..index import WindowIndex
 from ..ops import unwindow_matmul, window_attention, window_matmul, window_softmax
-from ..verify.accuracy import random_tensors, require_as_accurate, require_same_meaning
-from .floors import Size
+from ..verify.accuracy import require_as_accurate
+from . import flex
+from .command import NO_FLOOR, add_peers, add_sizes, listed
+from .floors import Size, over_floor
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
-from .operations import Competitor, Row, competitor, find, measure, without_time
-from .runs import rows_by_case
+from .markdown import SHAPE, Table, also, beside_operation, has_floors, operations
+from .references import random_tensors, require_same_meaning
+from .registry import Build, Density, Operation, Peer, Result, Row
+from .text import columns, lacking_together
 
 VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
 """What outputs and gradients of our operations are verified on, since the reference is dense and in float64; windows
@@ -29,9 +35,28 @@ are the same all along the sequence."""
 VERIFIED_ROWS = 128
 """Neighbouring rows at the beginning, in the middle and at the end that all attention is verified on at full length."""
 
-DENSE_ATTENTION = "SDPA dense"
-
 DIRECTIONS = (FORWARD, TRAIN)
+
+ATTENTION, DENSE_ATTENTION = "window_attention", "SDPA dense"
+
+DENSE = {
+    "window_matmul": "dense q @ k^T",
+    "window_softmax": "dense softmax",
+    "unwindow_matmul": "dense p @ v",
+    ATTENTION: DENSE_ATTENTION,
+    "attention in parts": DENSE_ATTENTION,
+}
+"""Our operations, and who does the same job densely."""
+
+OTHERS = {"sdpa-mask": "SDPA band mask", "chunks": "sliding chunks", "flex": "FlexAttention"}
+"""What else computes windowed attention: name on the command line, and in the table."""
+
+DESCRIPTION = (
+    "Verifies the operations of windows against float64, then times them in turns beside dense PyTorch and other "
+    "ways to windowed attention. 'x dense' is the ratio to the dense counterpart; 'x floor', on a GPU, that to "
+    "what perfect sparsity costs: bytes and FLOPs of the windows at the rates of a copy and of a matrix product "
+    f"measured here. {NO_FLOOR}"
+)
 
 
 @dataclass(frozen=True)
@@ -55,36 +80,75 @@ class Case:
     def scale(self) -> float:
         return self.head_dim**-0.5
 
-
-Result = tuple[Case, list[Row]]
-"""A case, measured."""
-
-
-def grid(
-    seq_lens: list[int], windows: list[int], dtypes: list[str], batch: int, heads: int, head_dim: int
-) -> list[Case]:
-    return [
-        Case(seq_len, window, dtype, batch, heads, head_dim)
-        for dtype in dtypes
-        for seq_len in seq_lens
-        for window in windows
-    ]
+    @property
+    def title(self) -> str:
+        return f"window {self.window} {self.dtype}, T {self.seq_len}, density {self.density:.1%}"
 
 
-def run_case(case: Case, peers: list[str], device: torch.device, repeats: int, seconds: float) -> list[Row]:
-    """Verifies the case, then times it: `repeats` rounds, or as many as begin within `seconds`, three at least.
+class Problem:
+    """A case on a device, and the operands of each operation."""
 
-    Raises:
-        ArithmeticError: an output or gradient is further from float64 than plain PyTorch's error allows.
-    """
-    verify_operations(case, device)
-    competitors = make_competitors(case, peers, device)
-    for runner in competitors:
-        if runner.dense == DENSE_ATTENTION and runner.name != DENSE_ATTENTION:
-            verify_attention(case, runner)
-    dtype = DTYPES[case.dtype]
-    size = Size(case.batch, case.heads, case.seq_len, case.head_dim, case.density, dtype.itemsize)
-    return measure(competitors, size, dtype, device, repeats, seconds, describe(case), DIRECTIONS)
+    def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:
+        self.case, self.device, self.dtype = case, device, DTYPES[case.dtype]
+        self.size = Size(case.batch, case.heads, case.seq_len, case.head_dim, case.density, self.dtype.itemsize)
+        self.ours = our_operations(case, case.seq_len, device)
+
+    @cached_property
+    def inputs(self) -> dict[str, tuple[Tensor, ...]]:
+        return self._inputs(self.ours, self.case.heads, self.case.seq_len)
+
+    def _inputs(self, ours: dict[str, Callable[..., Tensor]], heads: int, tokens: int) -> dict[str, tuple[Tensor, ...]]:
+        shape = (self.case.batch, heads, tokens, self.case.head_dim)
+        query, key, value = random_tensors(3, shape, self.dtype, self.device)
+        scores = ours["window_matmul"](query, key)
+        return {
+            "window_matmul": (query, key),
+            "window_softmax": (scores,),
+            "unwindow_matmul": (ours["window_softmax"](scores), value),
+            ATTENTION: (query, key, value),
+            "attention in parts": (query, key, value),
+        }
+
+    @cached_property
+    def few(self) -> tuple[dict[str, Callable[..., Tensor]], dict[str, tuple[Tensor, ...]]]:
+        """Our operations on `VERIFIED_TOKENS`, and their inputs of `VERIFIED_HEADS`."""
+        tokens = min(self.case.seq_len, VERIFIED_TOKENS)
+        ours = our_operations(self.case, tokens, self.device)
+        return ours, self._inputs(ours, min(self.case.heads, VERIFIED_HEADS), tokens)
+
+    def verify(self, name: str, peer: Peer) -> None:
+        """Holds our operations to the reference on some tokens, and all windowed attention to some rows of the case, in
+        float64.
+
+        Raises:
+            ArithmeticError: an error larger than `require_as_accurate` allows.
+        """
+        if name in DENSE:
+            ours, inputs = self.few
+            meaning = their_meaning(self.case)[name]
+            require_same_meaning(f"{self.case.title}, {name}", ours[name], meaning, inputs[name], torch.device("cpu"))
+        if peer.beside == DENSE_ATTENTION and name != DENSE_ATTENTION:
+            self.verify_rows(peer)
+
+    def verify_rows(self, peer: Peer) -> None:
+        """Holds some rows of the first and the last head at full length to float64."""
+        case = self.case
+        with torch.no_grad():
+            output = peer.call(*peer.inputs)
+        tokens, rows = case.seq_len, min(VERIFIED_ROWS, case.seq_len)
+        for batch, head in sorted({(0, 0), (case.batch - 1, case.heads - 1)}):
+            query, key, value = (x[batch, head] for x in peer.inputs)
+            for first in (0, (tokens - rows) // 2, tokens - rows):
+                row = torch.arange(first, first + rows, device=query.device)[:, None]
+                near = (row - torch.arange(tokens, device=query.device)).abs() <= case.window
+
+                def attend(q: Tensor, k: Tensor, v: Tensor, near: Tensor = near) -> Tensor:
+                    return (q @ k.mT * case.scale).masked_fill(~near, float("-inf")).softmax(-1) @ v
+
+                arguments = (query[first : first + rows], key, value)
+                what = f"output, batch {batch}, head {head}, rows from {first} on,"
+                mine = output[batch, head, first : first + rows]
+                require_as_accurate(what, mine, attend(*arguments), attend(*(x.double() for x in arguments)))
 
 
 def our_operations(case: Case, tokens: int, device: torch.device) -> dict[str, Callable[..., Tensor]]:
@@ -99,13 +163,13 @@ def our_operations(case: Case, tokens: int, device: torch.device) -> dict[str, C
         "window_matmul": lambda query, key: window_matmul(query, key.mT, window),
         "window_softmax": lambda scores: window_softmax(scores, window, scale=scale),
         "unwindow_matmul": lambda probs, value: unwindow_matmul(probs, value, window),
-        "window_attention": lambda query, key, value: window_attention(query, key, value, index),
+        ATTENTION: lambda query, key, value: window_attention(query, key, value, index),
         "attention in parts": in_parts,
     }
 
 
 def their_meaning(case: Case) -> dict[str, Callable[..., Tensor]]:
-    """The same operations from `ds_sparse.reference`, on the CPU."""
+    """The same operations from `ds_sparse.reference`."""
     window, scale = case.window, case.scale
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -115,44 +179,43 @@ def their_meaning(case: Case) -> dict[str, Callable[..., Tensor]]:
         "window_matmul": lambda query, key: reference.window_matmul(query, key.mT, window),
         "window_softmax": lambda scores: reference.window_softmax(scores, (window,), scale),
         "unwindow_matmul": lambda probs, value: reference.unwindow_matmul(probs, value, window),
-        "window_attention": attention,
+        ATTENTION: attention,
         "attention in parts": attention,
     }
 
 
-def make_competitors(case: Case, peers: list[str], device: torch.device) -> list[Competitor]:
-    """Ours, what dense PyTorch has for the same job, and the peers by their names in `PEERS`."""
-    ours = our_operations(case, case.seq_len, device)
-    query, key, value = inputs = dense_inputs(case, case.heads, case.seq_len, device)
-    scores = ours["window_matmul"](query, key).detach()
-    probs = ours["window_softmax"](scores).detach()
-    dense_scores = (query @ key.mT).detach()
-    dense_probs = (dense_scores * case.scale).softmax(-1)
-    no_backward = {"flex": "on a CPU it is forward only"} if device.type == "cpu" else {}
-    return [
-        competitor("window_matmul", "dense q @ k^T", ours["window_matmul"], (query, key)),
-        competitor("dense q @ k^T", "dense q @ k^T", lambda q, k: q @ k.mT, (query, key)),
-        competitor("window_softmax", "dense softmax", ours["window_softmax"], (scores,)),
-        competitor("dense softmax", "dense softmax", lambda x: (x * case.scale).softmax(-1), (dense_scores,)),
-        competitor("unwindow_matmul", "dense p @ v", ours["unwindow_matmul"], (probs, value)),
-        competitor("dense p @ v", "dense p @ v", torch.matmul, (dense_probs, value)),
-        *(competitor(name, DENSE_ATTENTION, ours[name], inputs) for name in ("window_attention", "attention in parts")),
-        competitor(DENSE_ATTENTION, DENSE_ATTENTION, scaled_dot_product_attention, inputs),
-        *(
-            competitor(PEERS[name][0], DENSE_ATTENTION, PEERS[name][1](case, device), inputs, no_backward.get(name, ""))
-            for name in peers
-        ),
-    ]
+def ours(name: str) -> Build:
+    return lambda problem: Peer(problem.ours[name], problem.inputs[name], DENSE[name])
 
 
-def sdpa_with_mask(case: Case, device: torch.device) -> Callable[..., Tensor]:
-    mask = reference.window_mask(case.seq_len, (case.window,)).to(device)
+def dense_scores(problem: Problem) -> Peer:
+    return Peer(lambda q, k: q @ k.mT, problem.inputs["window_matmul"], DENSE["window_matmul"])
+
+
+def dense_softmax(problem: Problem) -> Peer:
+    query, key = problem.inputs["window_matmul"]
+    return Peer(lambda x: (x * problem.case.scale).softmax(-1), (query @ key.mT,), DENSE["window_softmax"])
+
+
+def dense_values(problem: Problem) -> Peer:
+    query, key, value = problem.inputs[ATTENTION]
+    probs = (query @ key.mT * problem.case.scale).softmax(-1)
+    return Peer(torch.matmul, (probs, value), DENSE["unwindow_matmul"])
+
+
+def attention_by(make: Callable[[Problem], Callable[..., Tensor]]) -> Build:
+    return lambda problem: Peer(make(problem), problem.inputs[ATTENTION], DENSE_ATTENTION)
+
+
+def band_mask(problem: Problem) -> Callable[..., Tensor]:
+    mask = reference.window_mask(problem.case.seq_len, (problem.case.window,)).to(problem.device)
     return lambda query, key, value: scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
-def sliding_chunks(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def sliding_chunks(problem: Problem) -> Callable[..., Tensor]:
     """What a user writes without us, after Longformer's PyTorch version: chunks of queries as long as the window, each
     against the three chunks of keys that its windows are in."""
+    case, device = problem.case, problem.device
     tokens, side = case.seq_len, max(1, case.window)
     rest = -tokens % side
     place, other = torch.arange(side, device=device)[:, None], torch.arange(3 * side, device=device) - side
@@ -168,117 +231,109 @@ def sliding_chunks(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return call
 
 
-def flex_attention(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def flex_attention(problem: Problem) -> Peer:
     """Compiled FlexAttention; on the CPU it has no backward."""
-    from torch.nn.attention import flex_attention as flex
+    case = problem.case
 
-    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def near(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
         return (q - k).abs() <= case.window
 
-    # After a few compilations of one function, those of the cases before, it would run uncompiled.
-    torch._dynamo.reset()
-    mask = flex.create_block_mask(near, None, None, case.seq_len, case.seq_len, device=device)
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-    return lambda query, key, value: compiled(query, key, value, block_mask=mask)
+    flex.forget()
+    call = flex.compiled(flex.of_scores(near, 1, case.seq_len, problem.device))
+    no_backward = flex.ON_CPU if problem.device.type == "cpu" else ""
+    return Peer(call, problem.inputs[ATTENTION], DENSE_ATTENTION, no_backward=no_backward)
 
 
-PEERS: dict[str, tuple[str, Callable[[Case, torch.device], Callable[..., Tensor]]]] = {
-    "sdpa-mask": ("SDPA band mask", sdpa_with_mask),
-    "chunks": ("sliding chunks", sliding_chunks),
-    "flex": ("FlexAttention", flex_attention),
-}
-"""What else computes windowed attention: name on the command line, name in the table, builder."""
+def options(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser, seq_len="1024,4096", heads="4")
+    parser.add_argument(
+        "--window", type=listed(positive), default=[64, 256], help="tokens seen on each side (default: 64,256)"
+    )
+    everybody = list(OTHERS)
+    add_peers(
+        parser, everybody, {"cpu": everybody, "cuda": everybody}, "; flex is compiled for each case", in_words="all"
+    )
 
 
-def verify_operations(case: Case, device: torch.device) -> None:
-    """Holds outputs and gradients of our operations to the reference in float64.
+def cases(args: argparse.Namespace) -> list[Case]:
+    grid = product(args.batch, args.heads, args.head_dim, args.dtype, args.seq_len, args.window)
+    return [Case(seq_len, window, dtype, batch, heads, dim) for batch, heads, dim, dtype, seq_len, window in grid]
 
-    Raises:
-        ArithmeticError: an error larger than `require_as_accurate` allows.
-    """
-    tokens, heads = min(case.seq_len, VERIFIED_TOKENS), min(case.heads, VERIFIED_HEADS)
-    query, key, value = dense_inputs(case, heads, tokens, device)
-    ours, theirs = our_operations(case, tokens, device), their_meaning(case)
-    scores = ours["window_matmul"](query, key).detach()
-    probs = ours["window_softmax"](scores).detach()
-    inputs = {
-        "window_matmul": (query, key),
-        "window_softmax": (scores,),
-        "unwindow_matmul": (probs, value),
-        "window_attention": (query, key, value),
-        "attention in parts": (query, key, value),
+
+def names(args: argparse.Namespace) -> list[str]:
+    """Ours, what dense PyTorch has for the same job, and the peers."""
+    products = [name for ours in DENSE for name in (ours, DENSE[ours]) if DENSE[ours] != DENSE_ATTENTION]
+    return [*products, ATTENTION, "attention in parts", DENSE_ATTENTION, *(OTHERS[name] for name in args.peers)]
+
+
+def lines(results: list[Result]) -> Iterator[str]:
+    """Milliseconds, ratio to the dense counterpart, on a GPU ratio to the floor."""
+    (result,) = results
+    case = result.case
+    rounds = result.rows[0].rounds
+    yield f"{case.title}, B {case.batch}, H {case.heads}, D {case.head_dim}; medians of {rounds} rounds"
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        dense = "-" if row.to_dense is None else f"{row.to_dense:.3f}"
+        floor = f" {row.to_floor:8.2f}" if row.to_floor else ""
+        return f"{in_three_digits(row.milliseconds):>9} {dense:>8}{floor}"
+
+    heading = f"{'ms':>9} {'x dense':>8}" + f" {'x floor':>8}" * has_floors(results)
+    yield from columns(result, 20, heading, cell, DIRECTIONS)
+    yield from lacking_together(result)
+
+
+def summary(results: list[Result], args: argparse.Namespace) -> Iterator[Iterable[str]]:
+    return iter(())
+
+
+def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
+    dtypes = [result.case.dtype for result in results]
+    start: dict[str, Callable[[Result], str]] = {
+        "window, each side": lambda r: f"{r.case.window}{also(dtypes, r.case.dtype)}",
+        SHAPE: lambda r: f"{r.case.batch}, {r.case.heads}, {r.case.seq_len}, {r.case.head_dim}",
     }
-    require_same_meaning(str(case), ours, theirs, inputs, torch.device("cpu"))
+    names = {row.name: row.name for result in results for row in result.rows if row.dense == DENSE_ATTENTION}
+    others = {name: name for name in names if name not in (ATTENTION, "attention in parts")}
+    products = {name: (dense,) for name, dense in DENSE.items() if dense != DENSE_ATTENTION}
+    return {
+        "attention": beside_operation(start, results, ATTENTION, others, DIRECTIONS),
+        "products": operations(
+            start, results, ["window_matmul", "unwindow_matmul", "window_softmax"], products, DIRECTIONS
+        ),
+    }
 
 
-def verify_attention(case: Case, runner: Competitor) -> None:
-    """Holds some rows of the first and the last head at full length to float64.
-
-    Raises:
-        ArithmeticError: an error larger than `require_as_accurate` allows.
-    """
-    with torch.no_grad():
-        output = runner.call(*runner.inputs)
-    tokens, rows = case.seq_len, min(VERIFIED_ROWS, case.seq_len)
-    for batch, head in {(0, 0), (case.batch - 1, case.heads - 1)}:
-        query, key, value = (x[batch, head] for x in runner.inputs)
-        for first in (0, (tokens - rows) // 2, tokens - rows):
-            row = torch.arange(first, first + rows, device=query.device)[:, None]
-            near = (row - torch.arange(tokens, device=query.device)).abs() <= case.window
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, near: Tensor = near) -> Tensor:
-                return (q @ k.mT * case.scale).masked_fill(~near, float("-inf")).softmax(-1) @ v
-
-            arguments = (query[first : first + rows], key, value)
-            what = f"{case}: output of {runner.name}, batch {batch}, head {head}, rows from {first} on,"
-            mine = output[batch, head, first : first + rows]
-            require_as_accurate(what, mine, attend(*arguments), attend(*(x.double() for x in arguments)))
-
-
-def dense_inputs(case: Case, heads: int, tokens: int, device: torch.device) -> list[Tensor]:
-    """Query, key and value."""
-    return random_tensors(3, (case.batch, heads, tokens, case.head_dim), DTYPES[case.dtype], device)
-
-
-def describe(case: Case) -> str:
-    return f"window {case.window} {case.dtype}, T {case.seq_len}, density {case.density:.1%}"
-
-
-def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
-    """What is printed: a table a case, as they come."""
-    return (table(case, rows) for case, rows in results)
-
-
-def table(case: Case, rows: list[Row]) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, on a GPU ratio to the floor."""
-    yield f"{describe(case)}, B {case.batch}, H {case.heads}, D {case.head_dim}; medians of {rows[0].rounds} rounds"
-    floors = any(row.to_floor is not None for row in rows)
-    heading = f"{'ms':>9} {'x dense':>8}" + f" {'x floor':>8}" * floors
-    yield f"{'':20}" + " ".join(f"{direction:>{len(heading)}}" for direction in DIRECTIONS)
-    yield f"{'':20}{heading} {heading}"
-    for name in dict.fromkeys(row.name for row in rows):
-        cells = (cell(find(rows, name, direction)) for direction in DIRECTIONS)
-        yield f"{name:20}" + " ".join(f"{text:>{len(heading)}}" for text in cells)
-    yield from without_time(rows)
-
-
-def cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    floor = f" {row.to_floor:8.2f}" if row.to_floor else ""
-    return f"{in_three_digits(row.milliseconds):>9} {row.to_dense:8.3f}{floor}"
-
-
-def record(result: Result) -> list[dict[str, Any]]:
-    """The rows with their case, flat, as they go into the JSON."""
-    case, rows = result
-    return [asdict(case) | {"density": case.density} | asdict(row) for row in rows]
-
-
-def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
-    """The results whose `record` these are, one after the other.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-    return rows_by_case(Case, Row, rows)
+OPERATION = Operation(
+    name="window",
+    description=DESCRIPTION,
+    dtypes={"cpu": ["fp32", "bf16"], "cuda": ["fp32", "bf16"]},
+    case=Case,
+    about=Density,
+    problem=Problem,
+    peers={
+        **{name: ours(name) for name in DENSE},
+        DENSE["window_matmul"]: dense_scores,
+        DENSE["window_softmax"]: dense_softmax,
+        DENSE["unwindow_matmul"]: dense_values,
+        DENSE_ATTENTION: attention_by(lambda problem: scaled_dot_product_attention),
+        OTHERS["sdpa-mask"]: attention_by(band_mask),
+        OTHERS["chunks"]: attention_by(sliding_chunks),
+        OTHERS["flex"]: flex_attention,
+    },
+    ours=tuple(DENSE),
+    options=options,
+    cases=cases,
+    names=names,
+    abouts=lambda problem, peers: Density(problem.case.density),
+    numbers=lambda problem, peer, row, medians: over_floor(row, problem.size, problem.dtype, problem.device),
+    lines=lines,
+    summary=summary,
+    pages=pages,
+    key="name",
+    fields=("dense", "to_dense", "floor_ms", "to_floor", "bound"),
+    directions=DIRECTIONS,
+    rates=True,
+)

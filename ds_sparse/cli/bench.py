@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..bench.commands import IN_A_CLONE, OPERATIONS, sentence_of_clone
+from ..bench import IN_A_CLONE, OPERATIONS, sentence_of_clone
 
 SHOW = "show"
 

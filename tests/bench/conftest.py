@@ -1,23 +1,21 @@
-import pytest
+import argparse
 
+import pytest
+import torch
+
+from ds_sparse.bench.run import run_case
 from ds_sparse.cli import main
 
 
 @pytest.fixture
-def spoil(monkeypatch):
-    """spoil(module, name): the module's operation of that name is a little off."""
+def measure():
+    """measure(operation, case, names): a case on the CPU, in three rounds."""
 
-    def replace(module, name):
-        right = module.our_operations
+    def measured(operation, case, names, **options):
+        args = argparse.Namespace(**{"repeats": 3, "seconds": 60, "profile": 0} | options)
+        return run_case(operation, case, names, torch.device("cpu"), args)
 
-        def spoiled(*arguments):
-            operations = right(*arguments)
-            operation = operations[name]
-            return operations | {name: lambda *inputs: operation(*inputs) * 1.001}
-
-        monkeypatch.setattr(module, "our_operations", spoiled)
-
-    return replace
+    return measured
 
 
 @pytest.fixture

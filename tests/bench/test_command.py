@@ -5,118 +5,96 @@ import itertools
 
 import pytest
 
-from ds_sparse.bench import attention, cases, layouts, matmul, packed, packed_cases, packed_peers, peers, tokens, window
-from ds_sparse.bench.machine import DIRECTIONS, FORWARD, TRAIN
-from ds_sparse.bench.operations import Row
+from ds_sparse.bench import OPERATIONS, cases, layouts, matmul, packed, tokens, window
+from ds_sparse.bench.registry import Density, Result, Row, operation
 from ds_sparse.bench.runs import WIDTH
 from ds_sparse.cli import main
-
-OPERATIONS = ("matmul", "attention", "window", "packed", "tokens")
-"""Those that time rounds."""
 
 WIDEST = (1.23e-5, 0.123, 123.4, 98765.4)
 
 
-def options_of(operation, capsys):
+def options_of(name, capsys):
     with pytest.raises(SystemExit):
-        main(["bench", operation, "--help"])
+        main(["bench", name, "--help"])
     return {word.strip(",") for word in capsys.readouterr().out.split() if word.startswith("--")}
 
 
 def test_the_same_thing_has_the_same_name_in_all_operations(capsys):
-    options = {operation: options_of(operation, capsys) for operation in OPERATIONS}
-    for operation, these in options.items():
-        assert {"--device", "--dtype", "--repeats", "--seconds", "--json"} <= these, operation
-    for operation in ("matmul", "window", "tokens"):
-        assert {"--seq-len", "--heads", "--head-dim", "--batch"} <= options[operation]
-    for operation in ("attention", "window", "packed", "tokens"):
-        assert "--peers" in options[operation]
+    options = {name: options_of(name, capsys) for name in OPERATIONS}
+    sizes = {"--seq-len", "--heads", "--head-dim", "--batch"}
+    own = {
+        "matmul": sizes | {"--operations", "--layout", "--block"},
+        "attention": {"--peers", "--cases", "--break-even", "--growth", "--quick"},
+        "window": sizes | {"--peers", "--window"},
+        "packed": {"--peers", "--cases"},
+        "tokens": sizes | {"--peers", "--sparsity", "--pairs", "--profile"},
+    }
+    for name, these in options.items():
+        assert {"--device", "--dtype", "--repeats", "--seconds", "--json"} | own[name] <= these, name
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
-    ("option", "sentence"),
+    ("line", "sentence"),
     [
-        ("--dtype=fp32,fp8", "'fp8' is not one of fp32, bf16, fp16"),
-        ("--repeats=0", "'0' is not an integer of at least 1"),
-        ("--device=tpu", "invalid choice: 'tpu'"),
+        *((f"{name} --dtype=fp32,fp8", "'fp8' is not one of fp32, bf16, fp16") for name in OPERATIONS),
+        *((f"{name} --repeats=0", "'0' is not an integer of at least 1") for name in OPERATIONS),
+        *((f"{name} --device=tpu", "invalid choice: 'tpu'") for name in OPERATIONS),
+        *((f"{name} --peers=nobody", "'nobody' is not one of ") for name in OPERATIONS if name != "matmul"),
+        ("tokens --sparsity 100", "'100' is not a percentage from 0 to below 100"),
+        ("tokens --steps=sdpa", "unrecognized arguments"),
+        ("matmul --block 16,24", "argument --block: '24' is not one of 8, 16, 32, 64, 128"),
+        ("attention --growth --break-even", "not allowed with argument"),
     ],
 )
-def test_a_wrong_value_of_a_shared_option_is_a_sentence(capsys, operation, option, sentence):
-    with pytest.raises(SystemExit):
-        main(["bench", operation, option])
-    assert sentence in capsys.readouterr().err
+def test_a_wrong_value_is_a_sentence(capsys, line, sentence):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *line.split()])
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and not printed.out and sentence in printed.err
 
 
-@pytest.mark.parametrize("option", ["--models=64x1", "--steps=sdpa", "--attentions=sdpa"])
-def test_spellings_of_before_are_gone(capsys, option):
-    with pytest.raises(SystemExit):
-        main(["bench", "tokens", option])
-    assert "unrecognized arguments" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "first"), [("attention", "fixed-16"), ("packed", "bigbird-2048")])
+def test_a_case_that_is_not_there_is_a_sentence(capsys, name, first):
+    assert main(["bench", name, "--cases", "nothing-*"]) == 1
+    assert f"--cases nothing-*: none of {first}, " in capsys.readouterr().err
 
 
-def widest(lines):
-    return max(lines, key=len)
-
-
-@pytest.mark.parametrize("number", WIDEST)
-def test_tables_of_attention_fit(number):
-    name = max((case.small().name for case in (*cases.TABLE, *cases.BREAK_EVEN)), key=len)
-    case = dataclasses.replace(cases.TABLE[0], name=name)
+def results(name, number):
+    """The widest case of an operation, where every number of every peer is one."""
+    found = {
+        "attention": [
+            (
+                dataclasses.replace(cases.TABLE[0], name=max((x.small().name for x in cases.TABLE), key=len)),
+                Density(0.25),
+            )
+        ],
+        "matmul": [(matmul.Case(max(layouts.LAYOUTS, key=len), 128, "bf16", 64, 12, 1 << 20, 128), Density(0.25))],
+        "window": [(window.Case(1 << 20, 65536, "bf16", 128, 128, 128), Density(0.25))],
+        "packed": [
+            (case.small(), packed.About(99999, 1, 1 << 20, 99999, 1 << 20, 0.5, 1.0, number, 0.5))
+            for case in packed.TABLE
+        ],
+        "tokens": [
+            (tokens.Case(1 << 20, 768, 12, sparsity), tokens.Pairs(1 << 38))
+            for sparsity in (0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 0.9999)
+        ],
+    }[name]
+    names = [x for x in operation(name).peers if not x.startswith("torch.sparse ")]
     rows = [
-        attention.Row(peer, direction, number, 1234.5, number, number, rounds=20)
-        for peer, direction in itertools.product(peers.PEERS, DIRECTIONS)
-    ]
-    result = attention.Result(case, "bf16", 0.25, dict.fromkeys(DIRECTIONS, number), {}, rows, {})
-    assert len(widest(list(attention.table(result))[2:])) <= WIDTH
-    assert len(widest(attention.summary([result]))) <= WIDTH
-    assert len(widest(attention.growth([result]))) <= WIDTH
+        Row(
+            peer, way, number, "", number, number, max(number, 0.5), number, None, "FLOPs", 1234.5, 1e3 * number, number
+        )
+        for peer, way in itertools.product(names, operation(name).directions)
+    ]  # fmt: skip
+    return [Result(case, about, rows) for case, about in found]
 
 
 @pytest.mark.parametrize("number", WIDEST)
-def test_tables_of_matmul_fit(number):
-    case = matmul.Case(max(layouts.LAYOUTS, key=len), 128, "bf16", 64, 12, 1 << 20, 128)
-    names = [*matmul.DENSE, *matmul.DENSE.values(), "dense attention in parts"]
-    rows = [
-        Row(name, direction, "", number, number, number, max(number, 0.5), "FLOPs", 20)
-        for name, direction in itertools.product(dict.fromkeys(names), DIRECTIONS)
-    ]
-    result = matmul.Result(case, 0.25, rows)
-    is_table = [line for line in matmul.table(result) if not line.startswith("break-even")][1:]
-    assert len(widest(is_table)) <= WIDTH
-    assert len(widest(matmul.summary([result]))) <= WIDTH
-    of_cpu = [dataclasses.replace(row, to_dense=12.34, to_floor=None) for row in rows]
-    assert len(widest(matmul.summary([matmul.Result(case, 0.25, of_cpu)]))) <= WIDTH
-
-
-@pytest.mark.parametrize("number", WIDEST)
-def test_tables_of_tokens_fit(number):
-    results = []
-    for sparsity in (0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 0.9999):
-        rows = [tokens.Row(step, direction, number) for step in tokens.STEPS for direction in (FORWARD, TRAIN)]
-        case = tokens.Case(1 << 20, 768, 12, sparsity)
-        results.append(tokens.Result(case, 1 << 38, rows, {}, {FORWARD: number, TRAIN: number}))
-    assert len(widest(line for line in tokens.table(results) if not line.startswith("beats"))) <= WIDTH
-
-
-@pytest.mark.parametrize("number", WIDEST)
-def test_tables_of_windows_fit(number):
-    rows = [
-        Row("attention in parts", direction, "", number, number, number, number, "memory", 20)
-        for direction in DIRECTIONS
-    ]
-    assert len(widest(window.table(window.Case(1 << 20, 65536, "bf16", 128, 128, 128), rows))) <= WIDTH
-
-
-@pytest.mark.parametrize("number", WIDEST)
-def test_tables_of_packed_documents_fit(number):
-    rows = [
-        packed.Row(peer, direction, number, 1e3 * number, number, number, 20)
-        for peer, direction in itertools.product(packed_peers.PEERS, packed.DIRECTIONS)
-    ]
-    for case in packed_cases.TABLE:
-        about = packed.About("bf16", 99999, 1, 1 << 20, 99999, 1 << 20, 0.5, 1.0, number)
-        result = packed.Result(case.small(), about, rows)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_tables_fit(name, number):
+    made, entry = results(name, number), operation(name)
+    tables = [entry.lines(made)] if name == "tokens" else [entry.lines([result]) for result in made]
+    options = type("Options", (), {"break_even": False, "growth": name == "attention"})
+    for lines in [*tables, *entry.summary(made, options)]:
         # Sentences are wrapped; tables stand.
-        assert len(widest(line for line in packed.table(result) if ": " not in line)) <= WIDTH
-        assert len(widest(packed.summary([result]))) <= WIDTH
+        assert max(len(line) for line in lines if ": " not in line and not line.startswith("beats")) <= WIDTH

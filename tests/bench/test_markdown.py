@@ -5,50 +5,45 @@ import re
 
 import pytest
 
-from ds_sparse.bench import attention, markdown, matmul, packed, tokens, window
+from ds_sparse.bench import markdown, matmul, packed, tokens, window
 from ds_sparse.bench.cases import Case
 from ds_sparse.bench.machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN
-from ds_sparse.bench.operations import Row
-from ds_sparse.bench.packed_cases import Case as PackedCase
-from ds_sparse.bench.runs import Run
+from ds_sparse.bench.registry import Density, Result, Row, operation
+from ds_sparse.bench.runs import Run, record
 from ds_sparse.cli import main
 
 CONDITIONS = {"machine": "a GPU", "driver": "580", "torch": "2.13", "commit": "abc", "date": "2026-11-23"}
 ALONE = argparse.Namespace(break_even=False, growth=False)
 
 
-def attention_result(case, dense, ms=1.0):
+def attention_result(block, density, dense, seq_len=1024, ms=1.0):
     """Forward in `ms`, backward in twice that, the dense peer in `dense` times that."""
     times = {FORWARD: ms, BACKWARD: 2 * ms, TRAIN: 3 * ms}
     rows = [
-        attention.Row(peer, way, factor * time, 100 / time, 1.0, factor, 3)
+        Row(peer, way, factor * time, to_ours=factor, tflops=100 / time, rounds=3)
         for peer, factor in (("ds_sparse", 1), ("cudnn", dense))
         for way, time in times.items()
     ]
-    rows.append(attention.Row("vsa", FORWARD, reason="blocks of 64 only"))
-    return attention.Result(case, "bf16", case.options["density"], {}, {}, rows, {})
-
-
-def random_case(block, density, seq_len=1024):
-    return Case("", "random", block, 2, 4, seq_len, 64, {"density": density})
+    rows.append(Row("vsa", FORWARD, reason="blocks of 64 only"))
+    return Result(Case("", "random", block, 2, 4, seq_len, 64, {"density": density}, "bf16"), Density(density), rows)
 
 
 def operation_rows(names, ours, dense, to_floor=None, ways=DIRECTIONS):
     """Ours in 1 ms, each dense one in `dense`, in all directions."""
-    rows = [Row(ours, way, names[0], 1.0, 1 / dense, to_floor and 1.0, to_floor, "copy", 3) for way in ways]
-    return rows + [Row(name, way, names[0], dense, 1.0, rounds=3) for name in names for way in ways]
+    rows = [Row(ours, way, 1.0, names[0], 1 / dense, to_floor=to_floor, bound="copy", rounds=3) for way in ways]
+    return rows + [Row(name, way, dense, names[0], 1.0, rounds=3) for name in names for way in ways]
 
 
 def packed_result(name, length, ms, others):
     """Ours in `ms`, at 90 % of the rate without documents, of which partial blocks leave 96 %."""
-    about = packed.About("bf16", 40, 7, length or 5000, 16, 2048, 0.72, 0.75, 0.5)
+    about = packed.About(40, 7, length or 5000, 16, 2048, 0.72, 0.75, 0.5, 0.96)
     rows = [
-        packed.Row(peer, way, ms * factor, 2e7, 0.9 / factor, factor, 3)
+        Row(peer, way, ms * factor, to_ours=factor, tokens_per_second=2e7, of_unpacked=0.9 / factor, rounds=3)
         for peer, factor in {"ds_sparse": 1, "unpacked": 0.9, **others}.items()
         for way in packed.DIRECTIONS
     ]
-    rows += [packed.Row("fa4-varlen", way, reason="not installed") for way in packed.DIRECTIONS]
-    return packed.Result(PackedCase(name, length, "bigbird", 64, True, 32768, 12, 64), about, rows)
+    rows += [Row("fa4-varlen", way, reason="not installed") for way in packed.DIRECTIONS]
+    return Result(packed.Case(name, length, "bigbird", 64, True, 32768, 12, 64, "bf16"), about, rows)
 
 
 RESULTS = {
@@ -56,11 +51,11 @@ RESULTS = {
         packed_result("equal", 512, 0.5, {"flex": 4.0}),
         packed_result("corpus", None, 1.0, {"padded": 2.0, "flex": 6.0}),
     ],
-    "attention": [attention_result(random_case(16, 0.05), 3.5), attention_result(random_case(64, 0.25), 1.25)],
+    "attention": [attention_result(16, 0.05, 3.5), attention_result(64, 0.25, 1.25)],
     "matmul": [
-        matmul.Result(
+        Result(
             matmul.Case("fixed", 16, "bf16"),
-            0.25,
+            Density(0.25),
             [
                 *operation_rows(["dense q @ k^T"], "sdd", 2.5, to_floor=1.25),
                 *operation_rows(["SDPA dense", "SDPA bool mask"], "attention", 4.0),
@@ -68,8 +63,9 @@ RESULTS = {
         )
     ],
     "window": [
-        (
+        Result(
             window.Case(4096, 64, "bf16"),
+            Density(0.03),
             [
                 *operation_rows(["SDPA dense", "FlexAttention"], "window_attention", 8.0, ways=window.DIRECTIONS),
                 *operation_rows(["dense q @ k^T"], "window_matmul", 20.0, 1.6, window.DIRECTIONS),
@@ -77,20 +73,16 @@ RESULTS = {
         )
     ],
     "tokens": [
-        [
-            tokens.Result(
-                tokens.Case(1000, 128, 2, sparsity),
-                pairs,
-                [
-                    tokens.Row(step, way, ms)
-                    for step, ms in (("sparse_attn", 1.0), ("sdpa", ms), ("gather", 9.0))
-                    for way in tokens.DIRECTIONS
-                ],
-                {},
-                {},
-            )
-            for sparsity, pairs, ms in ((0.9, 100_000, 2.0), (0.99, 10_000, 0.5))
-        ]
+        Result(
+            tokens.Case(1000, 128, 2, sparsity),
+            tokens.Pairs(pairs),
+            [
+                Row(step, way, ms)
+                for step, ms in (("sparse_attn", 1.0), ("sdpa", ms), ("gather", 9.0))
+                for way in tokens.DIRECTIONS
+            ],
+        )
+        for sparsity, pairs, ms in ((0.9, 100_000, 2.0), (0.99, 10_000, 0.5))
     ],
 }
 
@@ -108,7 +100,7 @@ def cells(text):
 
 
 @pytest.mark.parametrize(
-    ("operation", "rows", "note"),
+    ("name", "rows", "note"),
     [
         (
             "attention",
@@ -162,28 +154,28 @@ def cells(text):
         ),
     ],
 )  # fmt: skip
-def test_tables_say_what_the_rows_say(operation, rows, note):
-    tables = markdown.tables(operation, ALONE, RESULTS[operation])
+def test_tables_say_what_the_rows_say(name, rows, note):
+    tables = operation(name).tables(RESULTS[name], ALONE)
     text = "\n\n".join(table.in_markdown() for table in tables.values())
     assert cells(text) == rows
     assert note in text.splitlines() or not note
 
 
 def test_a_shape_that_all_rows_have_is_said_once():
-    same, other = RESULTS["attention"], attention_result(random_case(16, 0.05, 2048), 3.5)
-    texts = [markdown.tables("attention", ALONE, results)["cases"].in_markdown() for results in (same, [*same, other])]
+    same, other = RESULTS["attention"], attention_result(16, 0.05, 3.5, 2048)
+    texts = [operation("attention").tables(results, ALONE)["cases"].in_markdown() for results in (same, [*same, other])]
     assert texts[0].startswith("| layout, density | ms |")
     assert "Numbers with a slash are forward / backward. B, H, T, D are 2, 4, 1024, 64." in texts[0].splitlines()
     assert texts[1].startswith("| layout, density | B, H, T, D | ms |") and "are 2, 4" not in texts[1]
 
 
 def test_break_even_and_growth_have_tables_of_their_own():
-    crossed = [attention_result(random_case(16, density), dense) for density, dense in ((0.1, 4.0), (0.5, 0.25))]
+    crossed = [attention_result(16, density, dense) for density, dense in ((0.1, 4.0), (0.5, 0.25))]
     options = argparse.Namespace(break_even=True, growth=False, device="cuda")
-    (table,) = markdown.tables("attention", options, crossed).values()
+    (table,) = operation("attention").tables(crossed, options).values()
     assert cells(table.in_markdown()) == [["16", "0.30", "0.30", "0.30"]]
-    longer = [attention_result(random_case(16, 0.1, tokens), 1.0, ms) for tokens, ms in ((1024, 1.0), (2048, 2.1))]
-    (table,) = markdown.tables("attention", argparse.Namespace(break_even=False, growth=True), longer).values()
+    longer = [attention_result(16, 0.1, 1.0, tokens, ms) for tokens, ms in ((1024, 1.0), (2048, 2.1))]
+    (table,) = operation("attention").tables(longer, argparse.Namespace(break_even=False, growth=True)).values()
     assert cells(table.in_markdown()) == [
         ["1,024", "2, 4, 64", "1.00 / 2.00 / 3.00", ""],
         ["2,048", "2, 4, 64", "2.10 / 4.20 / 6.30", "2.10 / 2.10 / 2.10"],
@@ -202,9 +194,9 @@ def test_sources_name_machine_commit_day_and_commands():
 
 def test_show_puts_runs_of_an_operation_into_one_table(tmp_path, capsys):
     paths = []
-    for i, of_shape in enumerate(RESULTS["tokens"][0]):
+    for i, result in enumerate(RESULTS["tokens"]):
         paths.append(str(tmp_path / f"{i}.json"))
-        Run("tokens", ["--repeats", str(i + 1)], CONDITIONS).add(tokens.record(of_shape), paths[-1])
+        Run("tokens", ["--repeats", str(i + 1)], CONDITIONS).add(record(tokens.OPERATION, result), paths[-1])
     assert main(["bench", "show", "--markdown", *paths]) == 0
     printed = capsys.readouterr().out
     assert [row[0] for row in cells(printed)] == ["90 %", "99 %"]

@@ -1,5 +1,4 @@
-import json
-import re
+import argparse
 import sys
 import time
 import types
@@ -8,47 +7,50 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_sparse.bench import packed, packed_peers
-from ds_sparse.bench.machine import FORWARD, TRAIN
-from ds_sparse.bench.packed_cases import TABLE, Case
-from ds_sparse.cli import main
-from ds_sparse.verify.accuracy import random_tensors
+from ds_sparse.bench import flex, packed
+from ds_sparse.bench.packed import OPERATION, TABLE, Case
+from ds_sparse.bench.reasons import Unsupported
+from ds_sparse.bench.references import random_tensors
+from ds_sparse.bench.registry import Peer
 
 CPU = torch.device("cpu")
-NAMES = ("padded", "sdpa-padded", "sdpa-mask")
+NAMES = ("ds_sparse", "unpacked", "padded", "sdpa-padded", "sdpa-mask")
 CASES = [
-    Case("equal", 128, "bigbird", 8, False, 384, 2, 16),
-    Case("short-last", 100, "bigbird", 8, True, 384, 2, 16),
-    Case("corpus", None, "longformer", 16, False, 700, 2, 16),
-    Case("windows", None, "window", 20, False, 700, 2, 16),
-    Case("causal-windows", 150, "window", 20, True, 384, 2, 16),
+    Case("equal", 128, "bigbird", 8, False, 384, 2, 16, "fp32"),
+    Case("short-last", 100, "bigbird", 8, True, 384, 2, 16, "fp32"),
+    Case("corpus", None, "longformer", 16, False, 700, 2, 16, "fp32"),
+    Case("windows", None, "window", 20, False, 700, 2, 16, "fp32"),
+    Case("causal-windows", 150, "window", 20, True, 384, 2, 16, "fp32"),
 ]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
 def case(request, monkeypatch):
     """Its corpus has documents that are short, long, and a token."""
-    monkeypatch.setattr("ds_sparse.bench.packed_cases.corpus_lengths", lambda tokens: [[1, 37, tokens - 100, 62]])
+    monkeypatch.setattr(packed, "corpus_lengths", lambda tokens: [[1, 37, tokens - 100, 62]])
     return request.param
 
 
-def measure(case, names=NAMES):
-    return packed.run_case(case, names, CPU, "fp32", repeats=3, seconds=60)
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """on_gpu(case): a problem on the CPU that says it is a GPU's until its mask is made."""
+    right = packed.mask_function
 
-
-def on_cpu(mask_function):
-    """FlexAttention is for a GPU's problems: this puts one back before its mask is made."""
+    def problem(case):
+        made = packed.Problem(case, CPU, argparse.Namespace())
+        made.device = types.SimpleNamespace(type="cuda")
+        return made
 
     def back(problem):
         problem.device = CPU
-        return mask_function(problem)
+        return right(problem)
 
-    return back
+    monkeypatch.setattr(packed, "mask_function", back)
+    return problem
 
 
-def mask_of_row(problem):
-    case = problem.case
-    return torch.block_diag(*(case.mask(problem.layout, length, CPU) for length in problem.lengths)).bool()
+def problem_of(case):
+    return packed.Problem(case, CPU, argparse.Namespace())
 
 
 def test_live_scores_are_those_of_the_masks(case):
@@ -57,16 +59,10 @@ def test_live_scores_are_those_of_the_masks(case):
     assert case.live_scores(layout, case.lengths) == total
 
 
-def test_everything_that_is_measured_is_verified(case):
-    rows = measure(case).rows
+def test_numbers_are_ratios_of_the_times_of_what_was_verified(case, measure):
+    result = measure(OPERATION, case, NAMES)
     alike = len(set(case.lengths)) == 1
-    assert {row.peer for row in rows if row.reason} == ({"padded"} if alike else set())
-    assert {row.peer for row in rows} == {"ds_sparse", "unpacked", *NAMES}
-    assert all(row.rounds == 3 for row in rows if not row.reason)
-
-
-def test_numbers_are_ratios_of_the_times(case):
-    result = measure(case)
+    assert {row.name for row in result.rows if row.reason} == ({"padded"} if alike else set())
     layout, (batch, tokens) = case.layout(), case.unpacked(case.layout())
     scores = case.live_scores(layout, case.lengths)
     for way in packed.DIRECTIONS:
@@ -83,27 +79,27 @@ def test_numbers_are_ratios_of_the_times(case):
 
 
 @pytest.mark.parametrize(("slow", "counts"), [("PackedIndex", True), ("filled_part", False)])
-def test_an_index_costs_what_is_made_for_a_batch_alone(monkeypatch, slow, counts):
-    right = getattr(packed_peers, slow)
+def test_an_index_costs_what_is_made_for_a_batch_alone(measure, monkeypatch, slow, counts):
+    right = getattr(packed, slow)
     late = types.SimpleNamespace(build=lambda *given: time.sleep(0.1) or right.build(*given))
-    monkeypatch.setattr(packed_peers, slow, late if counts else lambda *given: time.sleep(0.1) or right(*given))
-    assert (measure(CASES[0], []).about.index_ms > 90) == counts
+    monkeypatch.setattr(packed, slow, late if counts else lambda *given: time.sleep(0.1) or right(*given))
+    assert (measure(OPERATION, CASES[0], packed.ALWAYS).about.index_ms > 90) == counts
 
 
-def test_partial_blocks_are_what_rounding_up_costs(monkeypatch):
+def test_partial_blocks_are_what_rounding_up_costs(measure, monkeypatch):
     """Documents of 24 tokens in blocks of 16, all live: 24 * 24 of 32 * 32 scores; and the plain batch likewise."""
     monkeypatch.setattr(Case, "layout", lambda case: torch.ones(1, 2, 2, dtype=torch.bool))
-    case = Case("", 24, "longformer", 16, False, 96, 1, 16)
-    about = measure(case, []).about
+    case = Case("", 24, "longformer", 16, False, 96, 1, 16, "fp32")
+    about = measure(OPERATION, case, packed.ALWAYS).about
     assert (about.filled, about.left) == (24 * 24 / (32 * 32), 1)
     assert (about.batch, about.sequence, about.documents) == (4, 24, 4)
     cut = replace(case, length=32, tokens=72)  # 32, 32 and 8 tokens beside two sequences of 32
-    about = measure(cut, []).about
+    about = measure(OPERATION, cut, packed.ALWAYS).about
     assert (about.filled, about.left) == ((2 * 32 * 32 + 8 * 8) / (2 * 32 * 32 + 16 * 16),) * 2
 
 
 def test_a_plain_batch_beside_other_lengths_has_as_many_scores_a_token(monkeypatch):
-    monkeypatch.setattr("ds_sparse.bench.packed_cases.corpus_lengths", lambda tokens: [[100] * 30 + [1000] * 3])
+    monkeypatch.setattr(packed, "corpus_lengths", lambda tokens: [[100] * 30 + [1000] * 3])
     case = Case("", None, "longformer", 16, False, 6000, 1, 16)
     layout = case.layout()
     _, tokens = case.unpacked(layout)
@@ -113,32 +109,31 @@ def test_a_plain_batch_beside_other_lengths_has_as_many_scores_a_token(monkeypat
     assert abs(found - wanted) <= min(abs(shorter - wanted), abs(longer - wanted))
 
 
-def test_tiles_of_a_document_mask(case):
-    problem = packed_peers.Problem(case, CPU)
-    live = packed_peers.mask_function(problem)
+def test_tiles_of_a_document_mask(case, monkeypatch):
+    monkeypatch.setattr(flex, "TILE", 32)
+    problem = problem_of(case)
+    live = packed.mask_function(problem)
     token = torch.arange(case.tokens)
-    expected = mask_of_row(problem)
+    documents = (case.mask(problem.layout, length, CPU) for length in problem.lengths)
+    expected = torch.block_diag(*documents).bool()
     assert torch.equal(live(None, None, token[:, None], token), expected)
-    some, full = packed_peers.tiles_of(live, 0, case.tokens, 32, CPU)
+    some, full = flex.tiles_of(live, 0, case.tokens, CPU)
     rest = -case.tokens % 32
     tiles = torch.nn.functional.pad(expected, (0, rest, 0, rest)).unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
-    assert torch.equal(some[0], tiles.any(3).any(1)) and torch.equal(full[0], tiles.all(3).all(1))
+    assert torch.equal(some, tiles.any(3).any(1)) and torch.equal(full, tiles.all(3).all(1))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_gets_the_documents(monkeypatch, case):
+def test_flex_attention_gets_the_documents(monkeypatch, case, on_gpu):
     # Not compiled, FlexAttention goes by the mask function alone.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    problem = packed_peers.Problem(case, CPU)
-    monkeypatch.setattr(packed_peers, "mask_function", on_cpu(packed_peers.mask_function))
-    problem.device = types.SimpleNamespace(type="cuda")
     inputs = random_tensors(3, (1, 2, case.tokens, 16), torch.float32, CPU)
-    found, expected = (packed_peers.PEERS[name](problem).call(*inputs) for name in ("flex", "sdpa-mask"))
-    torch.testing.assert_close(found, expected)
+    found = OPERATION.peers["flex"](on_gpu(case)).call(*inputs)
+    torch.testing.assert_close(found, packed.sdpa_mask(problem_of(case)).call(*inputs))
 
 
 @pytest.mark.parametrize("structure", ["bigbird", "window"])
-def test_cases_that_differ_in_numbers_share_what_flex_attention_compiled(monkeypatch, structure):
+def test_cases_that_differ_in_numbers_share_what_flex_attention_compiled(monkeypatch, structure, on_gpu):
     torch._dynamo.reset()
     compiled, compile = [], torch.compile
 
@@ -146,27 +141,17 @@ def test_cases_that_differ_in_numbers_share_what_flex_attention_compiled(monkeyp
         compiled.append(graph)
         return graph
 
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend=backend, **options))
+    def on_backend(function, **options):
+        return compile(function, backend=backend, **{name: x for name, x in options.items() if name != "mode"})
+
+    monkeypatch.setattr(torch, "compile", on_backend)
     inputs = random_tensors(3, (1, 1, 512, 16), torch.float32, CPU)
-    monkeypatch.setattr(packed_peers, "mask_function", on_cpu(packed_peers.mask_function))
     with torch._dynamo.config.patch(recompile_limit=1):  # `flex` has a limit of its own
         for length in (128, 200, None):
-            problem = packed_peers.Problem(Case("", length, structure, 8, False, 512, 1, 16), CPU)
-            expected = packed_peers.sdpa_mask(problem).call(*inputs)
-            problem.device = types.SimpleNamespace(type="cuda")
-            torch.testing.assert_close(packed_peers.flex(problem).call(*inputs), expected)
+            case = Case("", length, structure, 8, False, 512, 1, 16, "fp32")
+            expected = packed.sdpa_mask(problem_of(case)).call(*inputs)
+            torch.testing.assert_close(packed.flex_attention(on_gpu(case)).call(*inputs), expected)
     assert len(compiled) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-@pytest.mark.parametrize("structure", ["bigbird", "window"])
-def test_peers_of_a_gpu_are_right(structure):
-    case = Case("", 300, structure, 64, False, 2048, 2, 64)
-    if structure == "bigbird":
-        case = replace(case, length=1000)
-    rows = packed.run_case(case, ["padded", "varlen", "flex"], torch.device("cuda"), "bf16", repeats=3, seconds=1).rows
-    assert [row.reason for row in rows if row.reason] == []
 
 
 def test_packed_attention_of_torch_is_called_as_it_wants(monkeypatch, case):
@@ -190,54 +175,22 @@ def test_packed_attention_of_torch_is_called_as_it_wants(monkeypatch, case):
         return attend(q, k, v, cu_q, window_size)
 
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.SimpleNamespace(varlen_attn=varlen))
-    problem = packed_peers.Problem(case, CPU)
-    *inputs, grad = random_tensors(4, (1, 2, case.tokens, 16), torch.float32, CPU)
-    references = packed.References(problem, inputs, grad)
-    with pytest.raises(packed_peers.Unsupported, match="on CUDA only"):
-        packed_peers.PEERS["varlen"](problem)
+    problem = problem_of(case)
+    with pytest.raises(Unsupported, match="on CUDA only"):
+        OPERATION.peers["varlen"](problem)
     problem.device = types.SimpleNamespace(type="cuda")
-    peer = packed_peers.PEERS["varlen"](problem)
+    peer = OPERATION.peers["varlen"](problem)
     problem.device = CPU
-    packed.verify(peer, references)
+    problem.verify("varlen", peer)
     assert called and peer.dense == (not case.is_window)
 
 
-@pytest.mark.parametrize("name", ["ds_sparse", "unpacked", "padded", "sdpa-mask"])
-def test_who_is_wrong_is_not_timed(monkeypatch, name):
-    right = packed_peers.PEERS[name]
-
-    def wrong(problem):
-        peer = right(problem)
-        return replace(peer, call=lambda *inputs: peer.call(*inputs) * 1.001)
-
-    monkeypatch.setitem(packed_peers.PEERS, name, wrong)
-    rows = [row for row in measure(CASES[1]).rows if row.reason]
-    assert {row.peer for row in rows} == {name}
-    assert all(re.match(r"output, head 0, part \d of \d, has an RMS error", row.reason) for row in rows)
-
-
-def test_a_document_that_sees_another_is_found(monkeypatch):
-    monkeypatch.setitem(
-        packed_peers.PEERS,
-        "sdpa-mask",
-        lambda problem: packed_peers.Peer(torch.nn.functional.scaled_dot_product_attention),
-    )
-    case = Case("", 64, "window", 500, False, 128, 1, 16)
-    assert "output, head 0" in next(row.reason for row in measure(case).rows if row.peer == "sdpa-mask")
-
-
-def test_who_fails_while_it_is_timed_is_named_and_not_called_again(monkeypatch):
-    calls = []
-
-    def fails(*given):
-        calls.append(given)
-        raise RuntimeError("no more\nmemory")
-
-    monkeypatch.setattr(packed.machine, "time_of", fails)
-    result = measure(CASES[0])
-    assert {row.reason for row in result.rows if row.peer != "padded"} == {"RuntimeError: no more"}
-    assert len(calls) == 4  # ours, unpacked and two of dense attention, once each
-    assert list(packed.summary([result]))[1].split() == ["equal", "forward", "-"]
+def test_a_document_that_sees_another_is_found(measure, monkeypatch):
+    whole = Peer(torch.nn.functional.scaled_dot_product_attention)
+    monkeypatch.setitem(OPERATION.peers, "sdpa-mask", lambda problem: whole)
+    case = Case("", 64, "window", 500, False, 128, 1, 16, "fp32")
+    rows = measure(OPERATION, case, NAMES).rows
+    assert {row.reason[:23] for row in rows if row.name == "sdpa-mask"} == {"output, batch 0, head 0"}
 
 
 def test_names_of_the_table_differ_and_cases_are_cut_for_a_cpu():
@@ -246,33 +199,3 @@ def test_names_of_the_table_differ_and_cases_are_cut_for_a_cpu():
     assert {(case.tokens, case.heads) for case in small} == {(4096, 2)}
     assert all(case.name.endswith("-4k") for case in small)
     assert all(sum(case.lengths) == case.tokens for case in (*TABLE, *small))
-
-
-def test_command_prints_tables_and_writes_the_rows(monkeypatch, tmp_path, printed_again):
-    small = Case.small
-    monkeypatch.setattr(Case, "small", lambda case: replace(small(case), heads=1, tokens=1024))
-    path = tmp_path / "rows.json"
-    arguments = "bench packed --dtype fp32,bf16 --cases window-corpus --repeats 2 --peers padded"
-    assert main([*arguments.split(), "--json", str(path)]) == 0
-    written = json.loads(path.read_text())
-    assert {(row["name"], row["dtype"], row["peer"]) for row in written["rows"]} == {
-        ("window-corpus-4k", dtype, peer) for dtype in ("fp32", "bf16") for peer in ("ds_sparse", "unpacked", "padded")
-    }
-    assert {row["direction"] for row in written["rows"]} == {FORWARD, TRAIN}
-    printed = printed_again(path)
-    assert "of unpacked" in printed and "partial blocks leave" in printed and "index of a batch" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("--cases nothing-*", "--cases nothing-*: none of bigbird-2048, "),
-        ("--peers everyone", "'everyone' is not one of padded, sdpa-padded, "),
-    ],
-)
-def test_names_that_are_not_there_are_refused(capsys, arguments, sentence):
-    try:
-        status = main(["bench", "packed", *arguments.split()])
-    except SystemExit as stopped:
-        status = stopped.code
-    assert status and sentence in capsys.readouterr().err

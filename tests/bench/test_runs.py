@@ -1,18 +1,19 @@
-"""A run in its file, and on the screen."""
+"""A run in its file, on the screen, and printed again by `ds_sparse bench show`."""
 
 import dataclasses
 import json
 
 import pytest
 
-from ds_sparse.bench import runs
+from ds_sparse.bench import runs, window
 from ds_sparse.bench.floors import Ceilings
-from ds_sparse.bench.machine import FORWARD
-from ds_sparse.bench.operations import Row
+from ds_sparse.bench.machine import FORWARD, TRAIN
+from ds_sparse.bench.registry import Density, Result, Row
 from ds_sparse.bench.runs import WIDTH, Run
+from ds_sparse.cli import main
 
 CONDITIONS = {"machine": "a GPU", "driver": "580", "torch": "2.13", "commit": "abc", "date": "2026-11-23"}
-ROW = Row("sdd", FORWARD, "dense q @ k^T", 0.1, 0.5)
+ROW = Row("window_attention", FORWARD, 1.0, "SDPA dense", 0.5, rounds=3)
 
 
 @pytest.fixture
@@ -47,13 +48,18 @@ def test_the_file_is_no_part_of_the_command(written):
     assert runs.without_json(["--cases", "*", *written, "--growth"]) == ["--cases", "*", "--growth"]
 
 
-def test_a_row_gives_what_it_was_made_of():
-    row = {"density": 0.1, **dataclasses.asdict(ROW)}
-    assert runs.restored(Row, row) == ROW
-    with pytest.raises(ValueError, match="dense of a row: Field required"):
-        runs.restored(Row, {name: value for name, value in row.items() if name != "dense"})
-    with pytest.raises(ValueError, match="milliseconds of a row: Input should be a valid number"):
-        runs.restored(Row, row | {"milliseconds": "long"})
+def test_results_come_back_from_their_rows():
+    rows = [ROW, dataclasses.replace(ROW, direction=TRAIN, milliseconds=None, reason="forward only")]
+    results = [Result(window.Case(64, reach, "fp32"), Density(0.2), rows) for reach in (8, 16)]
+    written = [row for result in results for row in runs.record(window.OPERATION, result)]
+    assert runs.restore(window.OPERATION, json.loads(json.dumps(written))) == results
+    for row, sentence in (
+        ({name: x for name, x in written[0].items() if name != "name"}, "name of a row: Field required"),
+        (written[0] | {"milliseconds": "long"}, "milliseconds of a row: Input should be a valid number"),
+        (written[0] | {"window": None}, "window of a case: Input should be a valid integer"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            runs.restore(window.OPERATION, [row])
 
 
 @pytest.mark.parametrize(
@@ -90,3 +96,72 @@ def test_long_sentences_are_wrapped_and_tables_stand(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "" and lines[-1] == f"{'':30}heading"
     assert max(map(len, lines)) <= WIDTH and lines[2].startswith("    a sentence")
+
+
+@pytest.fixture
+def written(tmp_path):
+    """written(name): the file of a run with one case of windows."""
+
+    def write(name):
+        rows = [ROW, dataclasses.replace(ROW, direction=TRAIN)]
+        run = Run("window", ["--window", name], CONDITIONS)
+        result = Result(window.Case(64, 8, "fp32"), Density(0.2), rows)
+        run.add(runs.record(window.OPERATION, result), str(tmp_path / f"{name}.json"))
+        return tmp_path / f"{name}.json"
+
+    return write
+
+
+def test_several_runs_are_printed_one_after_the_other(written, capsys):
+    assert main(["bench", "show", str(written("8")), str(written("16"))]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("ds_sparse bench window --window 8\n") < printed.index("ds_sparse bench window --window 16\n")
+    assert printed.count("window_attention         1.00    0.500") == 2
+
+
+def changed(path, change):
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda run: run.pop("operation"),
+            " has no operation; give what this version of ds_sparse bench has written with --json.",
+        ),
+        (lambda run: run.update(operation="show"), ": operation 'show' is not one of matmul, attention, window"),
+        (lambda run: run["rows"][0].pop("window"), ": window of a case: Field required."),
+        (lambda run: run["rows"][1].pop("milliseconds"), ": row 2 has neither milliseconds nor a reason."),
+        (
+            lambda run: run.update(arguments=["--speed", "3"]),
+            ": ds_sparse bench window does not take the options of this run: unrecognized arguments: --speed 3.",
+        ),
+        (lambda run: run.update(operation="bert"), ": bert compares models, by a program that is not installed"),
+        (lambda run: run.update(arguments=["--help"]), ": ds_sparse bench window does not take the options of this"),
+    ],
+)
+def test_a_file_that_lacks_something_ends_in_a_sentence_before_anything_is_printed(written, capsys, change, sentence):
+    good, path = written("8"), changed(written("16"), change)
+    assert main(["bench", "show", str(good), str(path)]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith(f"{path}{sentence}")
+
+
+def test_peers_of_another_program_are_shown(written, capsys):
+    path = changed(written("8"), lambda run: run.update(arguments=["--peers", "somebody"]))
+    assert main(["bench", "show", str(path)]) == 0
+    assert "--peers somebody" in capsys.readouterr().out
+
+
+def test_a_cpus_and_a_gpus_runs_are_tables_of_their_own(written, capsys):
+    on_cpu, on_gpu = written("8"), written("16")
+    changed(on_gpu, lambda run: run.update(arguments=["--device", "cuda"], note="cut off"))
+    assert main(["bench", "show", "--markdown", str(on_cpu), str(on_gpu), str(on_cpu)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| window, each side |") == 4  # attention and products, of each device
+    assert "2026-11-23 (cut off): `ds_sparse bench window --device cuda`" in printed

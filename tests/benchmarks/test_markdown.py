@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.models import bert_results, modernbert_results, sequence_results
 from benchmarks.program import register
-from ds_sparse.bench import markdown
+from ds_sparse.bench.registry import operation
 
 register()
 ALONE = argparse.Namespace()
@@ -74,7 +74,7 @@ def cells(text):
 
 
 @pytest.mark.parametrize(
-    ("operation", "rows", "note"),
+    ("name", "rows", "note"),
     [
         (
             "modernbert",
@@ -107,8 +107,8 @@ def cells(text):
         ),
     ],
 )  # fmt: skip
-def test_tables_say_what_the_rows_say(operation, rows, note):
-    tables = markdown.tables(operation, ALONE, RESULTS[operation])
+def test_tables_say_what_the_rows_say(name, rows, note):
+    tables = operation(name).tables(RESULTS[name], ALONE)
     text = "\n\n".join(table.in_markdown() for table in tables.values())
     assert cells(text) == rows
     assert note in text.splitlines() or not note
@@ -117,7 +117,7 @@ def test_tables_say_what_the_rows_say(operation, rows, note):
 def test_steps_of_bert_say_in_their_row_what_not_all_of_them_share():
     rows = [bert_results.Row("sdpa", 2.0, 1.0, 3)]
     cases = [bert_results.Case(512, dropout, "bf16", "cuda", predicts_all=False) for dropout in (0.0, 0.1)]
-    text = markdown.tables("bert", ALONE, [(case, rows) for case in cases])["steps"].in_markdown()
+    text = operation("bert").tables([(case, rows) for case in cases], ALONE)["steps"].in_markdown()
     assert [row[0] for row in cells(text)] == ["512", "512, dropout 0.1"]
     assert "- All steps: logits of labelled tokens alone." in text.splitlines()
 
@@ -136,7 +136,7 @@ def test_the_longest_sequence_is_said_to_be_the_least_where_longer_ones_were_lef
 
     def said(results):
         """Tokens, and how many times as many as eager attention's."""
-        return cells(markdown.tables("bert", ALONE, results)["longest"].in_markdown())[0][2:]
+        return cells(operation("bert").tables(results, ALONE)["longest"].in_markdown())[0][2:]
 
     assert said(search()) == said(search(16384)) == ["at least 8,192", ""]
     assert said(search(16384, 9216)) == ["8,192", "1.00"]

@@ -1,5 +1,6 @@
 """Peers that other packages bring: what they do not take, and that they are called as they want."""
 
+import argparse
 import shutil
 import sys
 import types
@@ -9,23 +10,27 @@ import torch
 
 from benchmarks.peers import LOOP, lists_of_each_head
 from benchmarks.program import register
-from ds_sparse.bench import packed, packed_peers, peers, tokens
+from ds_sparse.bench import attention, packed, tokens
 from ds_sparse.bench.cases import Case
 from ds_sparse.bench.machine import FORWARD, TRAIN
-from ds_sparse.bench.packed_cases import Case as PackedCase
-from ds_sparse.verify.accuracy import random_tensors
+from ds_sparse.bench.reasons import Unsupported
+from ds_sparse.bench.run import run_case
 
 register()
 CPU = torch.device("cpu")
+NONE = argparse.Namespace()
 CASES = [
-    PackedCase("", 100, structure, size, causal, 300, 2, 16)
+    packed.Case("", 100, structure, size, causal, 300, 2, 16, "fp32")
     for structure, size, causal in (("window", 8, False), ("window", 8, True), ("bigbird", 16, True))
 ]
 
 
 def test_each_sequence_and_head_gets_the_lists_of_a_shared_layout():
-    case = Case("toy", "random", block=16, batch=2, heads=3, seq_len=128, head_dim=16, options={"density": 0.4})
-    shared = peers.Problem(case, case.layout()[:1], torch.float32)
+    case = Case(
+        "toy", "random", block=16, batch=2, heads=3, seq_len=128, head_dim=16, options={"density": 0.4}, dtype="fp32"
+    )
+    shared = attention.Problem(case, CPU, NONE)
+    shared.layout = shared.layout[:1]
     counts, columns = lists_of_each_head(shared)
     assert counts.shape == (2, 3, 8) and columns.shape[:3] == (2, 3, 8)
     assert counts.is_contiguous() and columns.is_contiguous()
@@ -42,9 +47,9 @@ def test_each_sequence_and_head_gets_the_lists_of_a_shared_layout():
     ],
 )
 def test_what_a_peer_does_not_take(name, block, reason):
-    case = Case("toy", "random", block, 1, 1, 256, 16, {"density": 0.5})
-    with pytest.raises(peers.Unsupported, match=reason):
-        peers.PEERS[name](peers.Problem(case, case.layout(), torch.float32))
+    case = Case("toy", "random", block, 1, 1, 256, 16, {"density": 0.5}, "fp32")
+    with pytest.raises(Unsupported, match=reason):
+        attention.OPERATION.peers[name](attention.Problem(case, CPU, NONE))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.structure for case in CASES])
@@ -74,18 +79,17 @@ def test_flash_attention_4_is_called_as_it_wants_for_documents(monkeypatch, case
     }
     for module, stand_in in modules.items():
         monkeypatch.setitem(sys.modules, module, stand_in)
-    problem = packed_peers.Problem(case, CPU)
-    *inputs, grad = random_tensors(4, (1, 2, case.tokens, 16), torch.float32, CPU)
-    references = packed.References(problem, inputs, grad)
-    peer = packed_peers.PEERS["fa4-varlen"](problem)
-    packed.verify(peer, references)
+    problem = packed.Problem(case, CPU, NONE)
+    peer = packed.OPERATION.peers["fa4-varlen"](problem)
+    problem.verify("fa4-varlen", peer)
     assert called and peer.dense == (not case.is_window)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 def test_a_learners_loop_is_right_and_timed_forward():
     case = tokens.Case(seq_len=96, d_model=32, heads=2, sparsity=0.9)
-    rows = tokens.run_case(case, [tokens.OURS, LOOP], CPU, repeats=3, seconds=60).rows
-    loop = {row.direction: row for row in rows if row.step == LOOP}
+    options = argparse.Namespace(repeats=3, seconds=60, profile=0)
+    rows = run_case(tokens.OPERATION, case, [tokens.OURS, LOOP], CPU, options).rows
+    loop = {row.direction: row for row in rows if row.name == LOOP}
     assert loop[FORWARD].milliseconds > 0 and not loop[FORWARD].reason
     assert loop[TRAIN].reason == "forward only"

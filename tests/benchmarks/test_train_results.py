@@ -9,12 +9,12 @@ from benchmarks.train.results import (
     Settings,
     arms_by_case,
     dense_for,
+    of_train,
     record,
     report,
     restore,
     table,
 )
-from ds_sparse.bench import markdown
 from ds_sparse.bench.runs import WIDTH
 
 register()
@@ -86,7 +86,7 @@ def test_rows_of_the_json_give_the_results_again():
 
 
 def test_a_table_for_a_page():
-    by_tokens, by_minutes = markdown.tables("train", None, RESULTS).values()
+    by_tokens, by_minutes = of_train(RESULTS).values()
     assert by_tokens.rows[2] == ["`bigbird-4096`", "2", "2.2000 ± 0.1414", "1.050", "0.20", "2.0", "1,600,000", "3.25"]
     assert by_minutes.rows == [["`bigbird-4096`", "1", "1.5000", "", "0.20", "2.0", "1,600,000"]]
     assert "quality, 2,000,000 tokens an arm, BERT-small, bf16" in by_tokens.in_markdown()

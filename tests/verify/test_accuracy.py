@@ -1,34 +1,8 @@
 import pytest
 import torch
-from helpers import gradients, random, seeded
+from helpers import random, seeded
 
-from ds_sparse import reference
-from ds_sparse.verify.accuracy import attention_by_block_rows, require_as_accurate
-
-
-def test_block_rows_give_what_the_reference_gives():
-    block, rng = 16, seeded()
-    layout = torch.rand(5, 7, generator=rng) < 0.4
-    layout[2] = False
-    layout[:, 3] = False
-    query, grad = random(rng, 5 * block, 8), random(rng, 5 * block, 8)
-    key, value = random(rng, 7 * block, 8), random(rng, 7 * block, 8)
-    leaves = [x[None, None].clone().requires_grad_() for x in (query, key, value)]
-    output = reference.attention(*leaves, layout, block, scale=8**-0.5)
-    expected = [output, *gradients(output, leaves, grad[None, None])]
-    sums, terms = attention_by_block_rows(query, key, value, grad, layout, block)
-    for ours, right in zip(sums, expected, strict=True):
-        torch.testing.assert_close(ours, right[0, 0])
-    assert (terms[0] >= sums[0].abs() - 1e-12).all()
-    torch.testing.assert_close(terms[0], attention_by_block_rows(query, key, value.abs(), grad, layout, block)[0][0])
-
-
-def test_sums_from_row_to_row_are_wider_than_half_precision():
-    """512 rows that add 1 each: in bf16 the sum would stay at 256."""
-    query, key, grad = torch.zeros(512, 8), torch.zeros(1, 8), torch.ones(512, 8)
-    layout = torch.ones(512, 1, dtype=torch.bool)
-    sums, _ = attention_by_block_rows(*(x.bfloat16() for x in (query, key, key, grad)), layout, block=1)
-    assert (sums[3] == 512).all()
+from ds_sparse.verify.accuracy import require_as_accurate
 
 
 def test_a_mistake_in_one_part_is_not_lost_among_the_others():

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.models import bert_results
 from benchmarks.train.results import Case, Point, Row
 from ds_sparse.bench.command import parse
+from ds_sparse.bench.registry import operation as operation_named
 
 CASE = bert_results.Case(512, 0.0, "bf16", "cuda", predicts_all=False)
 QUALITY = Case("quality", "small", "bf16", "cuda", False, 32768, 7e-4, 4096)
@@ -90,7 +91,7 @@ def all_measured(monkeypatch, tmp_path):
     for name, results in runs.items():
         operation = gains.TO_MEASURE[name].split()[0]
         arguments = shlex.split(gains.command(name))[3:]
-        rows = [row for result in results for row in parse(operation, arguments).results.record(result)]
+        rows = [row for result in results for row in operation_named(operation).results.record(result)]
         about["operation"] = operation
         (tmp_path / f"{name}.json").write_text(json.dumps(about | {"arguments": arguments, "rows": rows}))
     monkeypatch.setattr(gains, "RESULTS", tmp_path)

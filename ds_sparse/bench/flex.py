@@ -1,0 +1,97 @@
+"""FlexAttention, compiled, with a block mask made from a layout, or from a function of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+TILE = 128
+"""Tokens on a side of FlexAttention's tiles."""
+
+MOST_COMPILATIONS = 64
+"""Compilations of FlexAttention in a process that share a function, far more than all cases need."""
+
+ON_CPU = "on a CPU it is forward only"
+
+ROWS_AT_ONCE = 1024
+"""Queries of a mask that tiles are made of, at a time."""
+
+Live = Callable[[Any, Any, Tensor, Tensor], Tensor]
+"""From (row, head, query, key) to whether the query sees the key."""
+
+
+def compiled(mask: Any, mode: str | None = None) -> Callable[..., Tensor]:
+    """FlexAttention with a `BlockMask`, compiled in a mode at the first call of each shape."""
+    from torch._functorch import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Timing the backward alone needs the graph twice.
+    config.donated_buffer = False
+    side = mask.BLOCK_SIZE[0]
+    # Forward tiles of 32 are not among those that autotuning tries.
+    options: Any = {"fwd_BLOCK_M": side, "fwd_BLOCK_N": side} if side < 64 else None
+    # Cases that differ in nothing but numbers share what is compiled. Past the limit, a full graph is an error.
+    torch._dynamo.config.recompile_limit = MOST_COMPILATIONS
+    call = torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
+    return lambda query, key, value: call(query, key, value, block_mask=mask, kernel_options=options)
+
+
+def forget() -> None:
+    """Drops what was compiled, which may be for other layouts: past a limit it would be no longer compiled."""
+    torch._dynamo.reset()
+
+
+def of_layout(layout: Tensor, block: int, side: int) -> Any:
+    """FlexAttention's `BlockMask` of a layout, its tiles `side` tokens: where a tile is partly live, a mask function
+    looks the layout up score by score. layout: bool (H or 1, R, C)."""
+    inside = layout.unflatten(2, (-1, side // block)).unflatten(1, (-1, side // block)).transpose(2, 3)
+    full, some = inside.all(-1).all(-1), inside.any(-1).any(-1)
+    heads = layout.shape[0]
+
+    def live(b: Any, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return layout[h if heads > 1 else 0, q // block, k // block]
+
+    return block_mask(some[None], full[None], live, side)
+
+
+def of_scores(live: Live, rows: int, tokens: int, device: torch.device) -> Any:
+    """FlexAttention's `BlockMask` of rows of so many tokens, the same for all heads."""
+    tiles = [tiles_of(live, row, tokens, device) for row in range(rows)]
+    some, full = (torch.stack(of_rows)[:, None] for of_rows in zip(*tiles, strict=True))
+    return block_mask(some, full, live, TILE, (tokens, tokens))
+
+
+def tiles_of(live: Live, row: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """bool (R, R) each: which tiles of a row have a live score, and which nothing else. The mask itself would be tokens
+    by tokens: it is made and forgotten some queries at a time."""
+    some, full = [], []
+    key = torch.arange(tokens, device=device)
+    for first in range(0, tokens, ROWS_AT_ONCE):
+        query = key[first : first + ROWS_AT_ONCE, None]
+        rest = (0, -tokens % TILE, 0, -len(query) % TILE)
+        mask = pad(live(row, None, query, key), rest)
+        counts = mask.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).sum((1, 3), dtype=torch.int32)
+        some.append(counts > 0)
+        full.append(counts == TILE * TILE)
+    return torch.cat(some), torch.cat(full)
+
+
+def block_mask(some: Tensor, full: Tensor, live: Live, side: int, lengths: tuple[int, int] | None = None) -> Any:
+    """A `BlockMask` of tiles that have a live score, and of those that have nothing else: bool (B, H, R, C) each."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    partly, fully = lists(some & ~full, full.shape[-1]), lists(full, full.shape[-1])
+    return BlockMask.from_kv_blocks(*partly, *fully, BLOCK_SIZE=side, mask_mod=live, seq_lengths=lengths)
+
+
+def lists(layout: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """How many live blocks a row has, int32 (..., R), and their columns, ascending, int32 (..., R, width); the width is
+    that of the longest row if it is not given, and what is beyond a row's end has no meaning."""
+    counts = layout.sum(-1, dtype=torch.int32)
+    width = max(1, int(counts.max())) if width is None else width
+    columns = torch.argsort((~layout).to(torch.uint8), dim=-1, stable=True)[..., :width]
+    return counts, columns.to(torch.int32).contiguous()

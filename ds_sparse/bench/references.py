@@ -1,0 +1,167 @@
+"""Exact results of attention, which peers are held to before they are timed, by pieces in float64.
+
+A piece is some rows with the keys that they see, so that memory and time are those of the live scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..verify.accuracy import output_and_gradients, require_as_accurate
+from .registry import Peer
+
+ROWS_AT_ONCE = 1024
+"""Rows whose scores against a whole document are there at a time."""
+
+NAMES = ("output", "gradient of query", "gradient of key", "gradient of value")
+
+Piece = tuple[slice, "slice | Tensor", Tensor | None]
+"""Rows, keys, and where these see those: bool (rows, keys); None: everywhere."""
+
+
+def random_tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """The same numbers at every call on a device."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(count)]
+
+
+def block_rows(layout: Tensor, block: int, device: torch.device) -> Iterator[Piece]:
+    """Every block row with its live keys. layout: bool (R, C) on the CPU."""
+    for row, live in enumerate(layout):
+        tokens = (live.nonzero() * block + torch.arange(block)).flatten().to(device)
+        if len(tokens):
+            yield slice(row * block, (row + 1) * block), tokens, None
+
+
+def documents(lengths: Sequence[int], mask: Callable[[int], Tensor]) -> Iterator[Piece]:
+    """Rows of documents that follow one another, `ROWS_AT_ONCE` at a time. mask: from a document's length to bool
+    (length, length), what each token of it sees; every token sees one at least."""
+    first = 0
+    for length in lengths:
+        live, document = mask(length), slice(first, first + length)
+        for begin in range(0, length, ROWS_AT_ONCE):
+            end = min(begin + ROWS_AT_ONCE, length)
+            yield slice(first + begin, first + end), document, live[begin:end]
+        first += length
+
+
+def attention_by_pieces(operands: Sequence[Tensor], pieces: Iterable[Piece]) -> tuple[list[Tensor], list[Tensor]]:
+    """Output of one head's attention, and the gradients of query, key and value; (T, D) each.
+
+    operands: query, key, value and the output's gradient. It computes at their precision; what is added up from piece
+    to piece, in fp32 or wider.
+
+    Returns:
+        Those four, and for each the sums of the absolute values of its terms.
+    """
+    query, key, value, grad = operands
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sums = [torch.zeros_like(x, dtype=wide) for x in (query, query, key, value)]
+    terms = [torch.zeros_like(x) for x in sums]
+    scale = query.shape[1] ** -0.5
+    for rows, tokens, live in pieces:
+        keys, values = key[tokens], value[tokens]
+        scores = query[rows] @ keys.mT * scale
+        probs = (scores if live is None else scores.masked_fill(~live, float("-inf"))).softmax(-1)
+        grad_probs = grad[rows] @ values.mT
+        grad_scores = probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True)) * scale
+        products = (
+            (rows, probs, values),
+            (rows, grad_scores, keys),
+            (tokens, grad_scores.mT, query[rows]),
+            (tokens, probs.mT, grad[rows]),
+        )
+        for total, size, (place, a, b) in zip(sums, terms, products, strict=True):
+            total[place] += a @ b
+            size[place] += a.abs() @ b.abs()
+    return sums, terms
+
+
+class AttentionProblem:
+    """Attention of a case on a device: operands, and exact results of some heads, computed when a peer needs them.
+
+    Args:
+        shape: of query, key, value and the output's gradient.
+        part: tokens whose errors are compared with those of plain PyTorch together.
+        places: (sequence, head) of those that are verified; None: the first and the last.
+
+    Attributes:
+        inputs: query, key and value.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        part: int,
+        places: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        self.device, self.part = device, part
+        *self.inputs, self.grad = random_tensors(4, shape, dtype, device)
+        self.places = places or sorted({(0, 0), (shape[0] - 1, shape[1] - 1)})
+        self._known: dict[tuple[object, ...], list[tuple[list[Tensor], list[Tensor], list[Tensor]]]] = {}
+
+    def pieces(self, head: int, peer: Peer) -> Iterable[Piece]:
+        """The scores of a head that a peer has to compute."""
+        raise NotImplementedError
+
+    def verify(self, name: str, peer: Peer) -> None:
+        """Holds a peer's output and gradients to the exact ones, `part` by `part`.
+
+        Raises:
+            ArithmeticError: an error larger than `require_as_accurate` allows.
+        """
+        *inputs, grad = (peer.arranged(x) for x in (*self.inputs, self.grad))
+        if peer.no_backward:
+            results = [peer.call(*inputs)]
+        else:
+            results = output_and_gradients(peer.call, inputs, grad)
+        results = [peer.as_row(x) for x in results]
+        for (batch, head), exact in zip(self.places, self._exact(peer), strict=True):
+            for what, mine, *others in zip(NAMES, results, *exact, strict=False):
+                tensors = [mine[batch, head], *others]
+                ours, plain, right, terms = (pad(x, (0, 0, 0, -len(x) % self.part)) for x in tensors)
+                place = f"{what}, batch {batch}, head {head}"
+                require_as_accurate(place, ours, plain, right, len(ours) // self.part, terms)
+
+    def _exact(self, peer: Peer) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+        """For each of `places`: plain and exact results, and the sizes of the exact sums' terms."""
+        key = peer.dense, peer.lengths
+        if key not in self._known:
+            tokens = None if peer.lengths is None else sum(peer.lengths)
+            found = self._known[key] = []
+            for batch, head in self.places:
+                mine = [x[batch, head, :tokens] for x in (*self.inputs, self.grad)]
+                plain, _ = attention_by_pieces(mine, self.pieces(head, peer))
+                found.append((plain, *attention_by_pieces([x.double() for x in mine], self.pieces(head, peer))))
+        return self._known[key]
+
+
+def require_same_meaning(
+    what: str,
+    ours: Callable[..., Tensor],
+    meaning: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    device: torch.device,
+) -> None:
+    """Holds output and gradients of an operation to those of its meaning, which is computed on `device` in float64 and
+    at the precision of the inputs.
+
+    Raises:
+        ArithmeticError: an error larger than `require_as_accurate` allows.
+    """
+    with torch.no_grad():
+        grad = torch.randn_like(ours(*inputs))
+    there = [x.to(device) for x in inputs]
+    mine = output_and_gradients(ours, inputs, grad)
+    exact = output_and_gradients(meaning, [x.double() for x in there], grad.to(device).double())
+    plain = output_and_gradients(meaning, there, grad.to(device))
+    for i, results in enumerate(zip(mine, plain, exact, strict=True)):
+        part = f"gradient {i}" if i else "output"
+        found, rounded, wanted = (x.to(device) for x in results)
+        require_as_accurate(f"{what}: {part}", found, rounded, wanted)
