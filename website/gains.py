@@ -20,6 +20,7 @@ from benchmark_tables import RESULTS, ROOT, TRAINING
 from matplotlib.figure import Figure
 
 from benchmarks.models import bert_results, modernbert_results
+from benchmarks.models.longest_sequence import Longest
 from benchmarks.train import results as train_results
 from ds_sparse.bench import markdown
 from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, FLOOR, LONGFORMER_MODEL, NO_ATTENTION, STRUCTURES_IN_BERT
@@ -89,7 +90,7 @@ def tries_of(runs: Iterable[str]) -> list[tuple[bert_results.Case, bert_results.
 
 def longest_gain(runs: Iterable[str], peer: str) -> str:
     """How many times as long as a peer's the longest sequence of ours is, and what is known of dense attention's."""
-    by_way: dict[bool, dict[str, bert_results.Found]] = {}
+    by_way: dict[bool, dict[str, Longest]] = {}
     for name, one in bert_results.longest_of(tries_of(runs)):
         by_way.setdefault(one.case.checkpointed, {})[name] = one
     said = []

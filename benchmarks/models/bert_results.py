@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
-from benchmarks.models.longest_sequence import Longest, alike, longest
+from benchmarks.models import longest_sequence
+from benchmarks.models.longest_sequence import Longest
 from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, FLEX_IN_BERT, FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table, percent, ratio, span
@@ -95,8 +96,6 @@ class Row:
 Result = tuple[Case, list[Row]]
 """A case, measured."""
 
-Found = Longest[Case, Row]
-
 
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
     """What is printed: a table a case, as they come; a line a try, and the longest sequences at the end."""
@@ -165,11 +164,10 @@ def longest_lines(tries: Sequence[tuple[Case, Row]]) -> Iterator[str]:
         yield f"the longest that fits, {attention}, {settings_of(found.case)}: {found.said}"
 
 
-def longest_of(tries: Iterable[tuple[Case, Row]]) -> list[tuple[str, Found]]:
+def longest_of(tries: Iterable[tuple[Case, Row]]) -> list[tuple[str, Longest]]:
     """The longest sequence of each attention for which some fit."""
-    groups = alike(tries, lambda row: row.attention)
-    found = ((attention, longest(rows)) for (_, attention), rows in groups.items())
-    return [(attention, one) for attention, one in found if one is not None]
+    found = longest_sequence.longest_of(tries, lambda row: row.attention)
+    return [(attention, one) for (_, attention), one in found.items()]
 
 
 def of_bert(results: list[Result]) -> dict[str, Table]:
@@ -238,7 +236,7 @@ def bert_beside(steps: Sequence[Result]) -> Table:
 def bert_longest(tries: Sequence[tuple[Case, Row]]) -> Table:
     """A line an attention: the longest sequence with all activations kept and with those of layers alone, and how many
     times that of eager attention it is."""
-    found: dict[tuple[str, str], dict[bool, Found]] = {}
+    found: dict[tuple[str, str], dict[bool, Longest]] = {}
     for name, one in longest_of(tries):
         settings = ", ".join(unusual(replace(one.case, checkpointed=False)))
         found.setdefault((settings, name), {})[one.case.checkpointed] = one
@@ -255,7 +253,7 @@ def bert_longest(tries: Sequence[tuple[Case, Row]]) -> Table:
     return Table(["attention", "step", *heading], lines)
 
 
-def longest_cells(found: Found | None, eager: Found | None) -> list[str]:
+def longest_cells(found: Longest | None, eager: Longest | None) -> list[str]:
     """Tokens, and how many times those of eager attention they are, if its longest is known."""
     if found is None:
         return ["", ""]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from ds_sparse.bench.machine import GIB
 from ds_sparse.bench.reasons import took_too_long
 
-CaseT = TypeVar("CaseT")
-RowT = TypeVar("RowT")
+Tried = tuple[Any, Any]
+"""A case that has `seq_len`, and its row, which has `peak_gib` and `reason`."""
 
 WITHIN = 1 / 16
 """Part of the longest length by which the shortest that does not fit is longer, at most."""
@@ -56,24 +56,20 @@ class Bracket:
     def next_length(self) -> int | None:
         """What to try next: where a line through the two longest meets the memory, else twice the longest, or the
         middle. None where the longest is known, or nothing fits."""
+        failed = min(self.failed, default=None)
         if not self.fitted:
-            return self._shorter()
-        longest, failed = max(self.fitted), min(self.failed, default=None)
+            if self.first is None or failed is None:
+                return self.first
+            return failed // 2 // LENGTHS * LENGTHS or None
+        longest = max(self.fitted)
         if is_near(longest, failed):
             return None
         least = longest * (1 + WITHIN) + LENGTHS
         most = 4 * longest if failed is None else failed / (1 + WITHIN)
-        aimed = min(max(self._aimed(), least), most) if least < most else (longest + most * (1 + WITHIN)) / 2
+        aimed = min(max(self._aimed(longest), least), most) if least < most else (longest + most * (1 + WITHIN)) / 2
         return int(aimed) // LENGTHS * LENGTHS
 
-    def _shorter(self) -> int | None:
-        if self.first is None or not self.failed:
-            return self.first
-        half = min(self.failed) // 2 // LENGTHS * LENGTHS
-        return half or None
-
-    def _aimed(self) -> float:
-        longest = max(self.fitted)
+    def _aimed(self, longest: int) -> float:
         if len(self.fitted) > 1:
             before = sorted(self.fitted)[-2]
             a_token = (self.fitted[longest] - self.fitted[before]) / (longest - before)
@@ -89,9 +85,7 @@ def require_gpu(device: torch.device) -> None:
         raise ValueError("--longest: a CPU's memory is not filled by trying; measure on a GPU, with --device cuda.")
 
 
-def tries(
-    bracket: Bracket, attempt: Callable[[int, float], tuple[CaseT, RowT]], seconds: float
-) -> Iterator[tuple[CaseT, RowT]]:
+def tries(bracket: Bracket, attempt: Callable[[int, float], Tried], seconds: float) -> Iterator[Tried]:
     """Looks for the longest sequence; no try begins after so many seconds, or after one that took too long.
 
     Args:
@@ -102,10 +96,9 @@ def tries(
     while (length := bracket.next_length()) is not None and (left := begin + seconds - time.monotonic()) > 0:
         case, row = attempt(length, left)
         yield case, row
-        about: Any = row
-        if took_too_long(about.reason):
+        if took_too_long(row.reason):
             return
-        bracket.add(length, about.peak_gib)
+        bracket.add(length, row.peak_gib)
 
 
 def is_near(longest: int, failed: int | None) -> bool:
@@ -113,18 +106,17 @@ def is_near(longest: int, failed: int | None) -> bool:
     return failed is not None and failed <= longest * (1 + WITHIN) + LENGTHS
 
 
-class Longest(NamedTuple, Generic[CaseT, RowT]):
+class Longest(NamedTuple):
     """The longest sequence that fits, and the shortest that does not; None where none was found that does not."""
 
-    case: CaseT
-    row: RowT
+    case: Any
+    row: Any
     failed: int | None
 
     @property
     def is_known(self) -> bool:
         """False where longer ones were left to try."""
-        about: Any = self.case
-        return is_near(about.seq_len, self.failed)
+        return is_near(self.case.seq_len, self.failed)
 
     @property
     def at_least(self) -> str:
@@ -133,8 +125,7 @@ class Longest(NamedTuple, Generic[CaseT, RowT]):
 
     @property
     def tokens(self) -> str:
-        about: Any = self.case
-        return f"{self.at_least}{about.seq_len:,}"
+        return f"{self.at_least}{self.case.seq_len:,}"
 
     @property
     def said(self) -> str:
@@ -143,28 +134,21 @@ class Longest(NamedTuple, Generic[CaseT, RowT]):
         return f"{self.tokens} tokens{ended}" + ("" if self.failed is None else f"; {self.failed:,} do not fit")
 
 
-def of_any_length(case: CaseT) -> CaseT:
+def of_any_length(case: Any) -> Any:
     """What cases share that differ in length alone."""
-    any_case: Any = case
-    return replace(any_case, seq_len=0)
+    return replace(case, seq_len=0)
 
 
-def alike(
-    seen: Iterable[tuple[CaseT, RowT]], key: Callable[[RowT], Any]
-) -> dict[tuple[CaseT, Any], list[tuple[CaseT, RowT]]]:
-    """Cases that differ in length alone, with rows of the same key, by what they share."""
-    groups: dict[tuple[CaseT, Any], list[tuple[CaseT, RowT]]] = {}
-    for case, row in seen:
+def longest_of(tried: Iterable[Tried], key: Callable[[Any], Any]) -> dict[tuple[Any, Any], Longest]:
+    """The longest sequence of rows of the same key, in cases that differ in length alone, by what they share; of none
+    where nothing fits."""
+    groups: dict[tuple[Any, Any], list[Tried]] = {}
+    for case, row in tried:
         groups.setdefault((of_any_length(case), key(row)), []).append((case, row))
-    return groups
-
-
-def longest(tried: Iterable[tuple[CaseT, RowT]]) -> Longest[CaseT, RowT] | None:
-    """Of cases that differ in length alone; None where nothing fitted."""
-    pairs: list[tuple[Any, Any]] = list(tried)
-    fitted = [(case, row) for case, row in pairs if not row.reason]
-    if not fitted:
-        return None
-    failed = [case.seq_len for case, row in pairs if row.reason and not took_too_long(row.reason)]
-    case, row = max(fitted, key=lambda one: one[0].seq_len)
-    return Longest(case, row, min(failed, default=None))
+    found = {}
+    for shared, pairs in groups.items():
+        failed = [case.seq_len for case, row in pairs if row.reason and not took_too_long(row.reason)]
+        fitted = [(case, row) for case, row in pairs if not row.reason]
+        if fitted:
+            found[shared] = Longest(*max(fitted, key=lambda one: one[0].seq_len), min(failed, default=None))
+    return found

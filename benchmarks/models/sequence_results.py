@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.models.longest_sequence import Longest, alike, longest
+from benchmarks.models import longest_sequence
+from benchmarks.models.longest_sequence import Longest, of_any_length
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table, percent
 from ds_sparse.bench.runs import rows_by_case
@@ -177,11 +178,12 @@ def table(seen: Sequence[tuple[Case, Row]]) -> Iterator[str]:
         )
 
 
-def longest_of(seen: Iterable[tuple[Case, Row]]) -> list[Longest[Case, Row]]:
+def longest_of(seen: Iterable[tuple[Case, Row]]) -> list[Longest]:
     """The longest sequence that fits, wherever it was looked for."""
-    groups = alike(seen, lambda row: (row.ranks, row.parallel))
-    found = (longest(rows) for rows in groups.values() if any(row.is_try for _, row in rows))
-    return [one for one in found if one is not None]
+    seen = list(seen)
+    tried = {(of_any_length(case), (row.ranks, row.parallel)) for case, row in seen if row.is_try}
+    found = longest_sequence.longest_of(seen, lambda row: (row.ranks, row.parallel))
+    return [one for shared, one in found.items() if shared in tried]
 
 
 def of_sequence(results: list[Result]) -> dict[str, Table]:

@@ -246,7 +246,8 @@ def test_what_takes_too_long_ends_the_search_and_is_not_too_long_a_sequence():
     tried = list(longest_sequence.tries(bracket, lambda seq_len, left: (replace(LONG, seq_len=seq_len), slow), 60))
     assert [case.seq_len for case, _ in tried] == [2**19]
     fitted = LONG, Row(1, ALONE, 10.0, peak_gib=10.0)
-    assert longest_sequence.longest([fitted, *tried]) == (*fitted, None)
+    (longest,) = longest_sequence.longest_of([fitted, *tried], lambda row: row.ranks).values()
+    assert longest == (*fitted, None)
 
 
 def test_the_longest_is_said_with_the_shortest_that_did_not_fit():
