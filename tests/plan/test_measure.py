@@ -1,44 +1,76 @@
 from __future__ import annotations
 
-import shutil
+import json
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.plan.committed import COMMITTED
 from ds_sparse.bench.cases import TABLE
 from ds_sparse.bench.command import parse
 from ds_sparse.plan import measure
+from ds_sparse.plan.fitting import bert_model
 
 
 @pytest.fixture
-def benched(monkeypatch):
-    """Calls of `ds_sparse bench`, in the place of which committed results are written; and a small BERT."""
-    calls = []
+def measured(monkeypatch):
+    """Calls and steps that are asked for, in the place of whose times stand a committed result and made-up numbers."""
+    asked = []
 
     def run(operation, arguments):
         parse(operation, arguments)
-        calls.append([operation, *arguments])
+        asked.append([operation, *arguments])
         print("a table")
-        shutil.copy(COMMITTED / "attention-cpu.json", arguments[arguments.index("--json") + 1])
+        run = json.loads((COMMITTED / "attention-h200.json").read_text())
+        run["rows"] = [row for row in run["rows"] if row["name"] == "longformer-64"]
+        with open(arguments[arguments.index("--json") + 1], "w") as file:
+            json.dump(run, file)
         return 0
 
+    def timed(device, steps):
+        asked.append(steps)
+        return [replace(step, milliseconds=10.0 + len(step.attention) + step.dropout) for step in steps]
+
     monkeypatch.setattr(measure.command, "measure", run)
-    monkeypatch.setitem(measure.LENGTHS, "cpu", (1024,))
-    monkeypatch.setitem(measure.TOKENS, "cpu", 1)
-    return calls
+    monkeypatch.setattr(measure, "_timed", timed)
+    return asked
 
 
-def test_rates_come_from_short_runs_whose_tables_go_to_standard_error(benched, capsys):
-    pytest.importorskip("transformers")
+def test_rates_come_from_short_runs_whose_tables_go_to_standard_error(measured, capsys):
     rates = measure.measured_rates("cpu")
-    ((operation, *arguments),) = benched
+    (operation, *arguments), steps = measured
     assert operation == "attention" and arguments[arguments.index("--device") + 1] == "cpu"
+    assert len(steps) == 9 and {(step.dropout, step.predicts_all) for step in steps} == {(0, 1), (0, 0), (0.1, 1)}
     assert (rates.training, rates.itemsize, rates.measured.hidden) == (None, 4, 128)
-    assert rates.moved > 0 and max(rates.errors["model without attention"]) < 1
-    assert [source.partition(":")[0] for source in rates.sources] == ["measured here"] * 2
+    assert [source.partition(": commit ")[0] for source in rates.sources] == [
+        "measured here: attention",
+        "measured here: steps of BERT",
+    ]
     printed = capsys.readouterr()
     assert printed.out == "" and "a table" in printed.err
+    assert "1,024 tokens, dropout 0.1, logits of all tokens, attention longformer-64: 23.1 ms" in printed.err
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_step_is_that_of_the_model_that_is_counted(number, monkeypatch):
+    """Without attention no gradient of query and key; nothing of it is kept for the next step."""
+    transformers = pytest.importorskip("transformers")
+    made, without, zeroed = [], [], transformers.BertForMaskedLM.zero_grad
+
+    def zero_grad(model, set_to_none):
+        made.append(model)
+        without.extend(name for name, x in model.named_parameters() if x.grad is None and ".0." in name)
+        zeroed(model, set_to_none)
+
+    monkeypatch.setattr(transformers.BertForMaskedLM, "zero_grad", zero_grad)
+    step = replace(list(measure._steps("cpu", 1024))[number], batch=1)
+    measure._call(step)()
+    (model,) = made
+    assert bool(without) == (step.attention == "none") and all(".query" in x or ".key" in x for x in without)
+    assert sum(x.numel() for x in model.parameters()) == bert_model("cpu").parameters(1024)
+    assert all(x.grad is None and x.dtype is torch.float32 for x in model.parameters())
 
 
 def test_a_run_that_fails_ends_in_a_sentence(monkeypatch):
