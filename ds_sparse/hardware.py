@@ -44,6 +44,43 @@ class Gpu(NamedTuple):
     memory: str
 
 
+class Problem(NamedTuple):
+    """What is wrong with a machine or an installation, in a sentence, and what to do about it."""
+
+    what: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.what.removesuffix('.')}; {self.do}"
+
+
+def driver_problem(runtime: int, driver: int) -> Problem | None:
+    """A driver that is older than the CUDA library's major version of CUDA; versions as 13020."""
+    major = runtime // 1000
+    if driver // 1000 >= major:
+        return None
+    return Problem(
+        f"ds_sparse's CUDA library is of CUDA {major}, and this machine's GPU driver serves CUDA {driver // 1000}."
+        f"{driver % 1000 // 10} at most.",
+        f"update the driver, or build ds_sparse from source with nvcc of CUDA {driver // 1000}.",
+    )
+
+
+def gpu_problem(gpu: str, capability: str, has_code: bool) -> Problem | None:
+    """A GPU that is too old, or that the CUDA library has no machine code for."""
+    if float(capability) < LEAST_CAPABILITY:
+        return Problem(
+            f"{gpu} has compute capability {capability}, and ds_sparse's kernels are for {LEAST_CAPABILITY} and later.",
+            "move model and data to the CPU, or use a later GPU.",
+        )
+    if has_code:
+        return None
+    return Problem(
+        f"ds_sparse's CUDA library was compiled for other GPUs than {gpu}, of compute capability {capability}.",
+        f"compile it on this machine, or with TORCH_CUDA_ARCH_LIST='{capability}' set.",
+    )
+
+
 def processor() -> str:
     names = _told_by_linux("model name")
     return names or platform.machine()

@@ -31,7 +31,7 @@ def add_places(parser: argparse.ArgumentParser, description: str, examples: str)
 def write(args: argparse.Namespace, make: Callable[[Any], SparsifyReport]) -> int:
     """Calls what writes to OUT, with the block of the file --config, and returns the exit status. Mistakes of a block
     are those of its file, or of the checkpoint that it was made of where there is none."""
-    from ..config import SparseAttentionConfigError
+    from ..config import SparseAttentionConfigError, load_config
     from ..config.file import name_of
 
     block: dict[str, Any] | None = None
@@ -39,7 +39,9 @@ def write(args: argparse.Namespace, make: Callable[[Any], SparsifyReport]) -> in
         from ..integrations.transformers.checkpoint import quiet
 
         if args.config is not None:
-            block = _block(args.config)
+            block = load_config(args.config).block
+            if block is None:
+                raise ValueError(f"{args.config}: no sparse_attention block, so there is no structure.")
         with quiet():
             report = make(block)
     except SparseAttentionConfigError as error:
@@ -53,12 +55,3 @@ def write(args: argparse.Namespace, make: Callable[[Any], SparsifyReport]) -> in
     print(report)
     print(f'{args.out}: saved. Load it with attn_implementation="ds_sparse".')
     return 0
-
-
-def _block(file: str) -> dict[str, Any]:
-    from ..config import SparseAttentionConfigError, load_config
-
-    _, block = load_config(file)
-    if block is None:
-        raise SparseAttentionConfigError([f"{file}: no sparse_attention block, so there is no structure."])
-    return block

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from ..hardware import LEAST_CAPABILITY
+from ..hardware import Problem, driver_problem, gpu_problem
 from ._facts import Facts
 
 BUILD = "build ds_sparse again beside this torch: pip install --no-build-isolation --force-reinstall --no-deps ."
 LEAST_VERSIONS = {"torch": (2, 11), "deepspeed": (0, 19, 7), "transformers": (5,)}
-
-
-class Problem(NamedTuple):
-    what: str
-    do: str
 
 
 def problems(facts: Facts) -> list[Problem]:
@@ -80,28 +74,16 @@ def _of_gpus(facts: Facts) -> Iterator[Problem]:
             f"There is a GPU ({names}), and torch cannot use it: {facts.cuda_error}.",
             f"update the driver ({facts.driver}) to one for CUDA {facts.torch_cuda}, or look at CUDA_VISIBLE_DEVICES.",
         )
-    if facts.gpu and float(facts.gpu_capability) < LEAST_CAPABILITY:
-        yield Problem(
-            f"{facts.gpu} has compute capability {facts.gpu_capability}, and kernels are for 8.0 and later.",
-            "use the CPU, or a later GPU.",
-        )
-    elif facts.gpu and not facts.libraries["CUDA"].built:
-        yield Problem(
+    of_gpu = gpu_problem(facts.gpu, facts.gpu_capability, facts.has_machine_code) if facts.gpu else None
+    if facts.gpu and not facts.libraries["CUDA"].built and of_gpu is None:
+        of_gpu = Problem(
             f"torch can use {facts.gpu}, and the CUDA library is not built: operations run on the CPU alone.",
             "install nvcc, and reinstall with DS_SPARSE_CUDA=1 set before pip install --no-build-isolation .",
         )
-    elif not facts.has_machine_code:
-        yield Problem(
-            f"The CUDA library was compiled for other GPUs than {facts.gpu}, of compute capability "
-            f"{facts.gpu_capability}.",
-            f"compile it on this machine, or with TORCH_CUDA_ARCH_LIST='{facts.gpu_capability}' set.",
-        )
-    if facts.driver_cuda and facts.driver_cuda // 1000 < facts.runtime_cuda // 1000:
-        yield Problem(
-            f"The CUDA library is of CUDA {facts.runtime_cuda // 1000}, and the driver serves CUDA "
-            f"{facts.driver_cuda // 1000}.{facts.driver_cuda % 1000 // 10} at most.",
-            f"update the driver, or build ds_sparse with nvcc of CUDA {facts.driver_cuda // 1000}.",
-        )
+    if of_gpu is not None:
+        yield of_gpu
+    if facts.driver_cuda and (of_driver := driver_problem(facts.runtime_cuda, facts.driver_cuda)):
+        yield of_driver
 
 
 def _of_cpu(facts: Facts) -> Iterator[Problem]:

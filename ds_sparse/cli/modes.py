@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"ds_sparse modes: {mode!r} is no mode; wanted {one_of(known)}.{hint}", file=sys.stderr)
             return 1
     try:
-        found = [_mode(mode) for mode in args.modes or known]
+        found = [read_mode(mode) for mode in args.modes or known]
     except STRUCTURE_ERRORS as error:  # an entry point of a package, which is loaded here
         print(f"ds_sparse modes: a mode's class does not load: {reason(error)}", file=sys.stderr)
         return 1
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _mode(mode: str) -> Mode:
+def read_mode(mode: str) -> Mode:
+    """A mode and its keys, from its class."""
     cls = sparsity_class(mode)
     fields = json_fields(cls)
     schemas = json_model(mode, fields).model_json_schema()["properties"]

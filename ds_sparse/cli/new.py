@@ -11,18 +11,10 @@ from typing import Any
 
 from ..arguments import positive
 from ..block_sizes import rounded_up
-from ..config import (
-    BLOCK_KEY,
-    DEFAULT_MODE,
-    STRUCTURE_ERRORS,
-    describe,
-    example_block,
-    parse_sparse_attention,
-    summary,
-)
-from ..sparsity import sparsity_class, sparsity_modes
-from ..sparsity._fields import json_fields, json_model
+from ..config import BLOCK_KEY, DEFAULT_MODE, STRUCTURE_ERRORS, example_block, parse_sparse_attention
+from ..sparsity import sparsity_modes
 from ..wording import did_you_mean, one_of, printable, show
+from .modes import read_mode
 
 _EXAMPLES = """\
 examples:
@@ -76,7 +68,12 @@ def run(args: argparse.Namespace) -> int:
         structure = parse_sparse_attention(block, args.heads, whole=False)
         density = structure.make_rows(rounded_up(args.seq, structure.block)).density()
         said = f"mode {args.mode}, block {block['block']}, density {density:.1%} at {args.seq} tokens"
-        text = "\n".join(_file(args, block, said)) + "\n"
+        about = (
+            f"Which blocks of keys each block of queries sees: {said}. Training takes it with the flag "
+            "--deepspeed_sparse_attention; without the flag it trains dense from the same file."
+        )
+        entries = (*_training(args), (BLOCK_KEY, about, tuple(_keys(args.mode, block))))
+        text = "\n".join(["{", *_written(entries, not args.plain, "  "), "}"]) + "\n"
         if args.file == "-":
             print(text, end="")
             return 0
@@ -130,16 +127,6 @@ def _value(text: str) -> Any:
         return text
 
 
-def _file(args: argparse.Namespace, block: dict[str, Any], said: str) -> Iterator[str]:
-    """The lines of the file."""
-    about = (
-        f"Which blocks of keys each block of queries sees: {said}. Training takes it with the flag "
-        "--deepspeed_sparse_attention; without the flag it trains dense from the same file."
-    )
-    entries = (*_training(args), (BLOCK_KEY, about, tuple(_keys(args.mode, block))))
-    yield from ["{", *_written(entries, not args.plain, "  "), "}"]
-
-
 def _training(args: argparse.Namespace) -> Iterator[Entry]:
     """What is beside the block."""
     yield "train_micro_batch_size_per_gpu", "Sequences that a GPU takes at a time.", args.micro_batch
@@ -162,15 +149,12 @@ def _training(args: argparse.Namespace) -> Iterator[Entry]:
 
 def _keys(mode: str, block: dict[str, Any]) -> Iterator[Entry]:
     """The block, its comments from the fields of the mode's class."""
-    yield "mode", summary(sparsity_class(mode)), mode
-    fields = json_fields(sparsity_class(mode))
-    schemas = json_model(mode, fields).model_json_schema()["properties"]
-    for key, field in fields.items():
-        default = field.get_default(call_default_factory=True)
-        said = "no default" if field.is_required() else f"default {show(default)}"
-        takes = describe(schemas[key])
-        about = f"{field.description} " if field.description else ""
-        yield key, f"{about}({f'{takes}; ' if takes else ''}{said})", block[key]
+    about = read_mode(mode)
+    yield "mode", about.about, mode
+    for name, key in about.keys.items():
+        said = "no default" if key.required else f"default {show(key.default)}"
+        takes = f"{key.takes}; " if key.takes else ""
+        yield name, f"{key.about} ({takes}{said})".lstrip(), block[name]
 
 
 def _written(entries: tuple[Entry, ...], comments: bool, indent: str) -> Iterator[str]:

@@ -2,8 +2,7 @@
 be drawn."""
 
 from .page import PAGES, Sheet, page_text, save_page
-from .pictures import PICTURES, draw, save_drawing, takes_ascii_only
-from .writing import require_writable
+from .pictures import PICTURES, draw, require_writable, save_drawing, takes_ascii_only
 
 __all__ = [
     "PAGES",

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ..layout_rows import LayoutRows
 from .changes import Changes
-from .heads import head_name
+from .pictures import head_name, require_writable
 from .walk import LARGEST, walks
-from .writing import require_writable
 
 PAGES = (".html",)
 """Endings of the files that `save_page` writes."""

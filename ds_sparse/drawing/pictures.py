@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..extras import optional_imports
 from ..layout_rows import ROWS_AT_ONCE, LayoutRows, RowMaker
-from .heads import head_name
-from .writing import require_writable
+from ..wording import listed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,7 +74,7 @@ def draw(
     panels = _panels(rows, (2 * full, full) if full > 1 else (1, 1), head)
     size = f"{rows.rows} x {rows.columns} blocks of {block} tokens"
     if len(panels) == 1:
-        cell, lines = full, [f"{_name(panels[0], rows, head)}: {size}, density {panels[0].density:.1%}"]
+        cell, lines = full, [f"{head_name(panels[0].heads, rows.heads, head)}: {size}, density {panels[0].density:.1%}"]
         lines += _text(panels[0], full, characters)
     else:
         across = min(len(panels), max(1, (columns + 2) // 16))
@@ -122,6 +121,20 @@ def save_drawing(
             figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if svg else None)
     except OSError as error:
         raise ValueError(f"{os.fspath(path)} cannot be written: {error.strerror or error}.") from error
+
+
+def require_writable(path: str | os.PathLike[str], endings: Sequence[str]) -> None:
+    """Raises ValueError where the path has none of these endings, or no file can be written to it."""
+    name = os.fspath(path)
+    folder = os.path.dirname(name) or "."
+    if os.path.splitext(name)[1].lower() not in endings:
+        raise ValueError(f"A layout is drawn as {listed(endings, 'or')}, got {name!r}.")
+    if not os.path.isdir(folder):
+        raise ValueError(f"{name} cannot be written: there is no folder {folder}. Make it first.")
+    if os.path.isdir(name):
+        raise ValueError(f"{name} cannot be written: it is a folder.")
+    if not os.access(name if os.path.exists(name) else folder, os.W_OK):
+        raise ValueError(f"{name} cannot be written: permission denied.")
 
 
 def takes_ascii_only(stream: TextIO) -> bool:
@@ -217,8 +230,19 @@ def _counted(counts: Tensor, live: Tensor, piece: range, cell: tuple[int, int]) 
     return counts
 
 
-def _name(panel: Panel, rows: LayoutRows, head: int | None) -> str:
-    return head_name(panel.heads, rows.heads, head)
+def head_name(heads: Sequence[int], of: int, asked: int | None) -> str:
+    """The heads of one picture, of a layout of so many; or the one that was asked for."""
+    if asked is not None:
+        return f"head {asked}"
+    if len(heads) == of:
+        return "all heads"
+    return f"head{'s' * (len(heads) > 1)} {_in_ranges(heads)}"
+
+
+def _in_ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers, three and more in a row as a range: "0, 1, 4-7"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def _text(panel: Panel, cell: int, characters: Characters) -> list[str]:
@@ -236,7 +260,7 @@ def _beside_each_other(
 ) -> Iterator[str]:
     for first in range(0, len(panels), across):
         in_line = panels[first : first + across]
-        names = [textwrap.wrap(_name(panel, rows, None), max(width, 8)) for panel in in_line]
+        names = [textwrap.wrap(head_name(panel.heads, rows.heads, None), max(width, 8)) for panel in in_line]
         captions = [[*name, f"density {panel.density:.1%}"] for name, panel in zip(names, in_line, strict=True)]
         pictures = [_text(panel, cell, characters) for panel in in_line]
         for lines in (captions, pictures):
@@ -267,7 +291,7 @@ def _figure(rows: LayoutRows, block: int, title: str, head: int | None) -> Figur
             extent=(0, rows.columns * block, rows.rows * block, 0),
         )
         between = ", " if across == 1 else "\n"
-        name = "\n".join(textwrap.wrap(_name(panel, rows, head), int(12 * side)))
+        name = "\n".join(textwrap.wrap(head_name(panel.heads, rows.heads, head), int(12 * side)))
         axes.set_title(f"{name}{between}density {panel.density:.1%}", fontsize=9)
         axes.tick_params(labelsize=7)
         axes.locator_params(nbins=8 if across == 1 else 2)

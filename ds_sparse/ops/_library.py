@@ -12,7 +12,7 @@ import torch
 
 from .. import _ops
 from .._ops import add_op_namespace_prefix
-from ..hardware import LEAST_CAPABILITY
+from ..hardware import driver_problem, gpu_problem
 from ..index.lasting import refuse_jit_trace
 from ..layout import is_distributed
 
@@ -168,13 +168,8 @@ def cuda_versions() -> tuple[int, int]:
 
 def check_driver(runtime: int, driver: int) -> None:
     """Raises RuntimeError with the way out for a driver that is older than the library's major version of CUDA."""
-    major = runtime // 1000
-    if driver // 1000 < major:
-        raise RuntimeError(
-            f"ds_sparse's CUDA library is of CUDA {major}, and this machine's GPU driver serves CUDA {driver // 1000}."
-            f"{driver % 1000 // 10} at most; update the driver, or build ds_sparse from source with nvcc of CUDA "
-            f"{driver // 1000}."
-        )
+    if problem := driver_problem(runtime, driver):
+        raise RuntimeError(str(problem))
 
 
 @functools.cache
@@ -191,12 +186,5 @@ def check_machine_code(device: torch.device) -> None:
     if has_machine_code(device):
         return
     capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    if float(capability) < LEAST_CAPABILITY:
-        raise RuntimeError(
-            f"{device} has compute capability {capability}, and ds_sparse's kernels are for {LEAST_CAPABILITY} and "
-            "later; move model and data to the CPU, or use a later GPU."
-        )
-    raise RuntimeError(
-        f"ds_sparse's CUDA library was compiled for other GPUs than {device}, of compute capability {capability}; "
-        f"compile it on this machine, or with TORCH_CUDA_ARCH_LIST='{capability}' set."
-    )
+    if problem := gpu_problem(str(device), capability, has_code=False):
+        raise RuntimeError(str(problem))
