@@ -1,13 +1,21 @@
+"""What a step needs of a GPU, and which parallelism makes it fit."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from ds_sparse.plan.advice import advise
+from ds_sparse.plan.fitting import walk_in_bert
 from ds_sparse.plan.memory import GIB, LEFT_FREE, longest, memory_of
 from ds_sparse.plan.model import NAMED
 from ds_sparse.plan.settings import Settings
+from ds_sparse.plan.step import step_of
 
 MODEL = NAMED["bert-base"]
 SETTINGS = Settings(4, zero_stage=1)
+WALKS = [walk_in_bert("longformer-64", 12, 8192)] * 12
 
 
 def test_the_longest_sequence_is_the_last_that_fits():
@@ -15,17 +23,15 @@ def test_the_longest_sequence_is_the_last_that_fits():
     room = 80 * GIB * (1 - LEFT_FREE)
     assert tokens % 64 == 0
     assert memory_of(MODEL, SETTINGS, tokens).total <= room < memory_of(MODEL, SETTINGS, tokens + 64).total
-
-
-def test_where_the_optimizer_alone_is_too_large_nothing_fits():
-    assert longest(MODEL, SETTINGS, 64, 1) == 0
+    assert longest(MODEL, SETTINGS, 64, 1) == 0, "the optimizer alone is too large"
+    alone, shared = (longest(MODEL, Settings(1, gpus=4, ranks=ranks, zero_stage=2), 64, 80) for ranks in (1, 4))
+    assert 3 < shared / alone < 4
 
 
 def test_zero_divides_what_it_partitions_among_gpus():
     sizes = {stage: memory_of(MODEL, Settings(1, accumulation=2, gpus=8, zero_stage=stage), 8192) for stage in range(4)}
-    assert sizes[1].optimizer == sizes[0].optimizer / 8
-    assert sizes[2].gradients == sizes[1].gradients / 8
-    assert sizes[3].weights == sizes[2].weights / 8
+    for stage, part in ((1, "optimizer"), (2, "gradients"), (3, "weights")):
+        assert getattr(sizes[stage], part) == getattr(sizes[stage - 1], part) / 8
 
 
 def test_a_rank_keeps_its_part_of_a_sequence_and_the_output_once_more():
@@ -34,16 +40,8 @@ def test_a_rank_keeps_its_part_of_a_sequence_and_the_output_once_more():
     assert shared.attention == alone.attention / 4
     assert shared.activations - alone.activations / 4 == MODEL.layers * 2 * MODEL.hidden * 8192 / 4
     assert shared.logits == alone.logits / 4 and shared.weights == alone.weights
-
-
-def test_the_rank_with_most_heads_keeps_those():
     one, two = (memory_of(MODEL, Settings(1, gpus=n, ranks=n), 65536 * 3).attention for n in (12, 8))
-    assert two == 2 * one
-
-
-def test_ranks_hold_longer_sequences():
-    alone, shared = (longest(MODEL, Settings(1, gpus=4, ranks=ranks, zero_stage=2), 64, 80) for ranks in (1, 4))
-    assert 3 < shared / alone < 4
+    assert two == 2 * one, "of the rank with most heads"
 
 
 def test_checkpoints_leave_the_input_of_each_layer():
@@ -55,12 +53,47 @@ def test_checkpoints_leave_the_input_of_each_layer():
 def test_a_short_sequence_needs_most_while_the_optimizer_steps():
     assert memory_of(MODEL, Settings(1), 128).at == "while the optimizer steps"
     assert memory_of(MODEL, SETTINGS, 8192).at == "while the loss is computed"
-
-
-def test_an_optimizer_on_the_cpu_takes_nothing():
     assert memory_of(MODEL, replace(SETTINGS, offloads=True), 8192).optimizer == 0
 
 
 def test_longer_sequences_make_the_table_of_positions_longer():
     grown = memory_of(MODEL, SETTINGS, 8192).weights - memory_of(MODEL, SETTINGS, 512).weights
     assert grown == 2 * (8192 - 512) * MODEL.hidden
+
+
+def advised(rates, settings, gib, most_ranks=MODEL.heads):
+    return advise(rates, MODEL, settings, 8192, WALKS, gib, most_ranks)
+
+
+def gib_of(settings, **changes):
+    """The memory of a step, and a little more."""
+    return 1.001 * memory_of(MODEL, replace(settings, **changes), 8192).total / GIB / (1 - LEFT_FREE)
+
+
+@pytest.mark.parametrize("ranks, checkpoints", [(1, False), (1, True), (2, True), (4, True), (8, True), (12, True)])
+def test_the_first_that_fits_is_advised(rates, ranks, checkpoints):
+    settings = Settings(1, gpus=24, zero_stage=2, ranks=4)
+    wanted = replace(settings, ranks=ranks, checkpoints=checkpoints)
+    found = advised(rates, settings, gib_of(wanted))
+    assert found.settings == wanted and found.step == step_of(rates, MODEL, wanted, 8192, WALKS)
+
+
+def test_ranks_within_a_node_and_fewer_sequences_a_pass_come_first(rates):
+    settings = Settings(1, gpus=24, zero_stage=2)
+    assert advised(rates, settings, gib_of(settings, ranks=3, checkpoints=True)).settings.ranks == 4
+    fewer = Settings(2, gpus=8)
+    assert advised(rates, replace(fewer, micro_batch=4), gib_of(fewer)).settings == fewer, "before checkpoints"
+
+
+def test_where_nothing_fits_there_is_no_advice(rates):
+    assert advised(rates, Settings(1, gpus=64), 1) is None
+    settings = Settings(1, gpus=16, zero_stage=3)
+    gib = gib_of(settings, ranks=8, checkpoints=True)
+    assert advised(rates, settings, gib).settings.ranks == 8
+    assert advised(rates, settings, 0.99 * gib) is None, "no more ranks than heads"
+    assert advised(rates, settings, gib, most_ranks=1) is None, "without a block no ranks share a sequence"
+
+
+def test_tokens_a_second_are_those_of_all_gpus(rates):
+    found = advised(rates, Settings(2, 3, gpus=8), 139)
+    assert found.tokens_per_second(8192) == pytest.approx(2 * 3 * 8 * 8192 / found.step.total * 1e3)

@@ -1,95 +1,124 @@
+"""What ranks send each other, and the time and FLOPs of a step."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
 
-from ds_sparse.plan.communication import exchanged, reduced
+from ds_sparse.plan.communication import crosses_nodes, exchanged, gathered, of_rank, reduced
 from ds_sparse.plan.fitting import walk_in_bert
 from ds_sparse.plan.model import NAMED
 from ds_sparse.plan.settings import Settings
 from ds_sparse.plan.step import flops_of, odd_vocabulary, step_of
 
 MODEL, SETTINGS = NAMED["bert-base"], Settings(2)
+SHARED = replace(SETTINGS, gpus=4, ranks=4)
 WALKS = [walk_in_bert("longformer-64", 12, 8192)] * 12
 
 
-def test_a_step_of_several_passes_repeats_all_but_the_optimizer(rates):
-    once = step_of(rates, MODEL, SETTINGS, 8192, WALKS)
-    twice = step_of(rates, MODEL, replace(SETTINGS, accumulation=2), 8192, WALKS)
-    assert (twice.products, twice.kernels, twice.attention) == pytest.approx(
-        (2 * once.products, 2 * once.kernels, 2 * once.attention)
-    )
+@pytest.fixture
+def step(rates):
+    """The step of settings with some changes, or of another model."""
+
+    def made(settings=SETTINGS, walks=WALKS, model=MODEL, rates=rates, **changes):
+        return step_of(rates, model, replace(settings, **changes), 8192, walks)
+
+    return made
+
+
+def test_ranks_exchange_query_key_value_and_output_and_their_gradients():
+    part = 12 * 4 * 768 * 2 * 4096  # layers, tensors, numbers, bytes, tokens of a rank
+    once = exchanged(MODEL, Settings(1, gpus=2, ranks=2), 8192)
+    assert once == 2 * part / 2
+    assert exchanged(MODEL, Settings(1, gpus=4, ranks=4), 16384) == 2 * part * 3 / 4
+    assert exchanged(MODEL, Settings(1, gpus=4), 8192) == 0
+    assert exchanged(MODEL, Settings(1, gpus=2, ranks=2, checkpoints=True), 8192) == 1.5 * once
+    assert exchanged(MODEL, Settings(2, 3, gpus=2, ranks=2), 8192) == 6 * once
+    assert exchanged(MODEL, Settings(1, gpus=2, ranks=2, dtype="fp32"), 8192) == 2 * once
+
+
+def test_a_rank_has_its_query_heads_and_at_least_one_key_head(step):
+    shared = Settings(1, gpus=8, ranks=8)
+    assert (of_rank(MODEL, shared).heads, of_rank(MODEL, shared).key_heads) == (2, 2)
+    assert of_rank(replace(MODEL, key_heads=2), replace(shared, ranks=4)).key_heads == 1
+    assert of_rank(MODEL, Settings(1)) == MODEL
+    # The rank with most heads sets the time.
+    assert step(gpus=8, ranks=8).attention == step(model=replace(MODEL, heads=2, key_heads=2)).attention
+
+
+@pytest.mark.parametrize("stage, sent, got", [(0, 2, 0), (1, 2, 1), (2, 6, 1), (3, 3, 6)])
+def test_gradients_and_weights_are_sent_as_zero_has_it(stage, sent, got):
+    weights, settings = 2 * MODEL.parameters(8192), Settings(1, 3, gpus=4, zero_stage=stage)
+    assert reduced(MODEL, settings, 8192) == sent * weights * 3 / 4
+    assert reduced(MODEL, replace(settings, gpus=1), 8192) == 0
+    assert gathered(MODEL, settings, 8192) == got * weights * 3 / 4
+    shared = reduced(MODEL, replace(settings, ranks=2), 8192)
+    assert shared == reduced(MODEL, settings, 8192) * (2 if stage == 3 else 1), "whole gradients where ranks share"
+
+
+@pytest.mark.parametrize(
+    "gpus, ranks, crosses",
+    [(8, 8, False), (16, 8, False), (16, 1, False), (16, 16, True), (12, 3, True), (6, 3, False)],
+)
+def test_groups_that_do_not_divide_a_node_cross_its_border(gpus, ranks, crosses):
+    assert crosses_nodes(Settings(1, gpus=gpus, ranks=ranks)) == crosses
+
+
+def test_a_step_of_several_passes_repeats_all_but_the_optimizer(step):
+    once, twice = step(), step(accumulation=2)
+    for name in ("products", "kernels", "attention"):
+        assert getattr(twice, name) == pytest.approx(2 * getattr(once, name))
     assert (twice.optimizer, twice.training) == (once.optimizer, once.training)
 
 
-def test_layers_count_each_by_what_they_attend_to(rates):
-    sparse = step_of(rates, MODEL, SETTINGS, 8192, WALKS).attention
-    dense = step_of(rates, MODEL, SETTINGS, 8192, [None] * 12).attention
-    mixed = step_of(rates, MODEL, SETTINGS, 8192, [*WALKS[:9], None, None, None]).attention
-    assert mixed == pytest.approx((9 * sparse + 3 * dense) / 12)
+def test_layers_count_each_by_what_they_attend_to(step):
+    dense, mixed = (step(walks=walks).attention for walks in ([None] * 12, [*WALKS[:9], None, None, None]))
+    assert mixed == pytest.approx((9 * step().attention + 3 * dense) / 12)
 
 
-def test_checkpoints_repeat_the_forward_pass(rates):
-    kept = step_of(rates, MODEL, SETTINGS, 8192, WALKS)
-    again = step_of(rates, MODEL, replace(SETTINGS, checkpoints=True), 8192, WALKS)
+def test_checkpoints_repeat_the_forward_pass(step):
+    kept, again = step(), step(checkpoints=True)
     assert kept.checkpoints == 0
     assert 0.2 < again.checkpoints / (kept.products + kept.kernels + kept.attention) < 0.4
 
 
-def test_zero_divides_the_optimizers_work_among_gpus(rates):
-    alone, shared = (step_of(rates, MODEL, Settings(2, gpus=8, zero_stage=z), 8192, WALKS).optimizer for z in (0, 1))
-    assert shared == pytest.approx(alone / 8)
+def test_zero_divides_the_optimizers_work_among_gpus(step):
+    assert step(gpus=8, zero_stage=1).optimizer == pytest.approx(step(gpus=8).optimizer / 8)
 
 
-SHARED = replace(SETTINGS, gpus=4, ranks=4)
-
-
-def test_ranks_of_a_sequence_compute_a_part_of_it_and_copy_what_they_send(rates):
-    alone, shared = (step_of(rates, MODEL, settings, 8192, WALKS) for settings in (SETTINGS, SHARED))
+def test_ranks_of_a_sequence_compute_a_part_of_it_and_copy_what_they_send(rates, step):
+    alone, shared = step(), step(SHARED)
     assert shared.products == pytest.approx(alone.products / 4)
-    assert shared.attention == step_of(rates, replace(MODEL, heads=3, key_heads=3), SETTINGS, 8192, WALKS).attention
+    assert shared.attention == step(model=replace(MODEL, heads=3, key_heads=3)).attention
     copied = 12 * 4 * 4 * 768 * 2 * 8192 * 2 / 4  # layers, reads and writes, tensors, numbers, bytes, tokens, sequences
     assert shared.kernels - alone.kernels / 4 == pytest.approx(rates.moved * copied)
     assert alone.exchange == alone.reduction == 0 < min(shared.exchange, shared.reduction)
+    unknown = step(SHARED, rates=replace(rates, exchange=None, reduction=None))
+    assert unknown.exchange == unknown.reduction == 0, "what was not measured takes no time"
 
 
-def test_the_rank_with_most_heads_sets_the_time(rates):
-    eight = step_of(rates, MODEL, replace(SETTINGS, gpus=8, ranks=8), 8192, WALKS)
-    two_heads = step_of(rates, replace(MODEL, heads=2, key_heads=2), SETTINGS, 8192, WALKS)
-    assert eight.attention == two_heads.attention
-
-
-def test_across_nodes_bytes_go_at_the_rate_of_an_adapter(rates):
-    within, across = (step_of(rates, MODEL, replace(SETTINGS, gpus=12, ranks=ranks), 8192, WALKS) for ranks in (4, 12))
+def test_across_nodes_bytes_go_at_the_rate_of_an_adapter(rates, step):
+    within, across = (step(gpus=12, ranks=ranks) for ranks in (4, 12))
     assert within.exchange == pytest.approx(rates.exchange * exchanged(MODEL, Settings(2, gpus=12, ranks=4), 8192))
     assert across.exchange == pytest.approx(exchanged(MODEL, Settings(2, gpus=12, ranks=12), 8192) / 50e6)
     assert within.reduction == pytest.approx(reduced(MODEL, Settings(2, gpus=12), 8192) / 50e6)
 
 
-def test_what_was_not_measured_takes_no_time(rates):
-    step = step_of(replace(rates, exchange=None, reduction=None), MODEL, SHARED, 8192, WALKS)
-    assert step.exchange == step.reduction == 0
-
-
-def test_flops_of_a_gpu_are_its_part():
-    alone, shared = (flops_of(MODEL, settings, 8192, [walk.live for walk in WALKS]) for settings in (SETTINGS, SHARED))
-    assert alone == tuple(4 * part for part in shared)
-
-
-def test_an_odd_vocabulary_costs_what_a_multiple_of_8_saves(rates):
+def test_an_odd_vocabulary_costs_what_a_multiple_of_8_saves(rates, step):
     even = replace(MODEL, vocabulary=30528)
-    saved = (step_of(rates, x, SETTINGS, 8192, WALKS).products for x in (MODEL, even))
     cost = odd_vocabulary(rates, MODEL, SETTINGS, 8192)
-    assert next(saved) - next(saved) == pytest.approx(cost, rel=0.01)
+    assert step().products - step(model=even).products == pytest.approx(cost, rel=0.01)
     assert odd_vocabulary(rates, even, SETTINGS, 8192) == 0
 
 
-def test_flops_of_attention_are_those_of_live_blocks():
-    model_flops, attention_flops = flops_of(MODEL, SETTINGS, 8192, [walk.live for walk in WALKS])
+def test_flops_of_attention_are_those_of_live_blocks_and_of_a_gpu_its_part():
+    live = [walk.live for walk in WALKS]
+    model_flops, attention_flops = flops_of(MODEL, SETTINGS, 8192, live)
     _, of_dense = flops_of(MODEL, SETTINGS, 8192, [None] * 12)
     assert attention_flops / of_dense == pytest.approx(WALKS[0].density)
     assert of_dense == 2 * 12 * 12 * 8192**2 * 14 * 64
     # Six FLOPs a token for each weight of a layer, and of the logits.
     weights = 12 * (4 * 768**2 + 2 * 768 * 3072) + 768**2 + 768 * 30522
     assert model_flops == 6 * weights * 2 * 8192
+    assert flops_of(MODEL, SHARED, 8192, live) == (model_flops / 4, attention_flops / 4)
