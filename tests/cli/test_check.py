@@ -13,6 +13,8 @@ from ds_sparse.cli import main
 from ds_sparse.sparsity import SparsityConfig, _registry, register_sparsity
 
 FIXED = Path(__file__).parents[2] / "configs" / "fixed.json"
+REST = f"; DeepSpeed {deepspeed.__version__} takes the rest"
+WINDOW = {"mode": "local_sliding_window", "attention": "bidirectional"}
 
 
 @pytest.fixture
@@ -25,75 +27,86 @@ def write(tmp_path):
     return write_block
 
 
+@pytest.fixture
+def check(write, capsys):
+    """check(block, *options): the status, and what is said of the file, to standard output and to standard error."""
+
+    def checked(block, *options, **others):
+        path = write(block, **others)
+        status = main(["check", path, *options])
+        out, err = ([line.removeprefix(f"{path}: ") for line in x.splitlines()] for x in capsys.readouterr())
+        return status, out, err
+
+    return checked
+
+
 def test_a_right_file_is_one_line(capsys):
     assert main(["check", str(FIXED)]) == 0
-    out, err = capsys.readouterr()
-    read = f"DeepSpeed {deepspeed.__version__} takes the rest"
-    assert (out, err) == (f"{FIXED}: mode fixed, block 16, density 27.3% at 2048 tokens; {read}.\n", "")
+    assert capsys.readouterr() == (f"{FIXED}: mode fixed, block 16, density 27.3% at 2048 tokens{REST}.\n", "")
 
 
-def test_the_density_is_that_of_the_length_asked_for(capsys, write):
-    path = write({"mode": "local_sliding_window", "attention": "bidirectional"})
-    assert main(["check", "--block-only", path, "--seq", "64", "--heads", "2"]) == 0
-    assert capsys.readouterr().out == f"{path}: mode local_sliding_window, block 16, density 62.5% at 64 tokens.\n"
+@pytest.mark.parametrize(
+    "block, options, out, err",
+    [
+        (
+            WINDOW,
+            ["--block-only", "--seq", "64", "--heads", "2"],
+            ["mode local_sliding_window, block 16, density 62.5% at 64 tokens."],
+            [],
+        ),
+        (
+            WINDOW,
+            ["--block-only", "--seq", "1000", "--heads", "2"],
+            [
+                "mode local_sliding_window, block 16, density 4.7% at 1000 tokens.",
+                "sparse_attention.block: 1000 tokens end in a short block of 8. Fused attention takes any length; "
+                "SparseSelfAttention, MatMul and Softmax want a multiple of 16, such as 1008.",
+            ],
+            [],
+        ),
+        # Without a length there is no layout.
+        ({"mode": "bslongformer"}, ["--block-only"], ["mode bslongformer, block 16."], []),
+        ({"mode": "bigbird", "num_random_blocks": 1, "seed": 3}, ["--block-only"], ["mode bigbird, block 16."], []),
+        (
+            {"blok": 16, "num_local_blocks": "4", "block": 32},
+            ["--seq", "2000"],
+            [],
+            [
+                'sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
+                'sparse_attention.num_local_blocks: got "4"; wanted an integer of at least 1.',
+            ],
+        ),
+    ],
+)
+def test_a_block_is_summed_up_or_its_mistakes_are_told(check, block, options, out, err):
+    assert check(block, *options) == (1 if err else 0, out, err)
 
 
-def test_any_length_is_right_and_a_notice_says_what_wants_whole_blocks(capsys, write):
-    path = write({"mode": "local_sliding_window", "attention": "bidirectional"})
-    assert main(["check", "--block-only", path, "--seq", "1000", "--heads", "2"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"{path}: mode local_sliding_window, block 16, density 4.7% at 1000 tokens.",
-        f"{path}: sparse_attention.block: 1000 tokens end in a short block of 8. Fused attention takes any length; "
-        "SparseSelfAttention, MatMul and Softmax want a multiple of 16, such as 1008.",
-    ]
-
-
-def test_the_block_alone_is_read_without_a_layout_unless_a_length_is_asked_for(capsys, write):
-    path = write({"mode": "bslongformer"}, zero_optimization={"bogus": 1})
-    assert main(["check", "--block-only", path]) == 0
-    assert capsys.readouterr().out == f"{path}: mode bslongformer, block 16.\n"
-
-
-def test_mistakes_of_the_block_and_of_the_rest_come_together(capsys, write):
-    path = write({"blok": 16}, zero_optimization={"bogus": 1}, steps_per_prin=3)
-    assert main(["check", path]) == 1
-    out, err = capsys.readouterr()
-    assert err.splitlines() == [
-        f'{path}: sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
-        f"{path}: zero_optimization.bogus: DeepSpeed has no such key (given 1).",
-    ]
-    assert out == (
-        f'{path}: steps_per_prin: DeepSpeed reads no such key, and ignores it. Did you mean "steps_per_print"?\n'
+def test_mistakes_of_the_block_and_of_the_rest_come_together(check):
+    assert check({"blok": 16}, zero_optimization={"bogus": 1}, steps_per_prin=3) == (
+        1,
+        ['steps_per_prin: DeepSpeed reads no such key, and ignores it. Did you mean "steps_per_print"?'],
+        [
+            'sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
+            "zero_optimization.bogus: DeepSpeed has no such key (given 1).",
+        ],
     )
+    assert check({"mode": "dense"}, "--block-only", zero_optimization={"bogus": 1})[0] == 0
 
 
-def test_structures_by_layer_are_named_and_checked(capsys, write):
+def test_structures_by_layer_are_named_and_checked(check):
     layers = {"0-1": {"num_local_blocks": 2}, "3": None, "4": {"mode": "bigbird", "num_random_blocks": 1}}
-    path = write({"block": 32, "layers": layers})
-    assert main(["check", "--block-only", "--seq", "1024", path]) == 0
-    summary, notice = capsys.readouterr().out.splitlines()
-    assert summary.startswith(
-        f"{path}: mode fixed, block 32, density 34.4% at 1024 tokens; layers 0-1: mode fixed, block 32, density 53.1%; "
+    block = {"block": 32, "layers": layers}
+    status, (summary, notice), _ = check(block, "--block-only", "--seq", "1024")
+    assert status == 0 and summary.startswith(
+        "mode fixed, block 32, density 34.4% at 1024 tokens; layers 0-1: mode fixed, block 32, density 53.1%; "
         "layers 3: dense, null; layers 4: mode bigbird, block 32, density "
     )
-    assert notice.startswith(f'{path}: sparse_attention.layers."4".seed: not given')
-    assert main(["check", "--block-only", "--json", path]) == 0
-    (result,) = json.loads(capsys.readouterr().out)
+    assert notice.startswith('sparse_attention.layers."4".seed: not given')
+    (result,) = json.loads("".join(check(block, "--block-only", "--json")[1]))
     assert result["layers"]["0-1"] == {"mode": "fixed", "block": 32, "density": None} and result["layers"]["3"] is None
-    assert main(["check", "--block-only", "--layers", "4", path]) == 1
-    assert capsys.readouterr().err == (
-        f'{path}: sparse_attention.layers."4": names layer 4, and the model has 4 attention layers, 0 to 3.\n'
-    )
-
-
-def test_random_blocks_without_a_seed_get_a_notice(capsys, write):
-    path = write({"mode": "bigbird", "num_random_blocks": 1})
-    assert main(["check", "--block-only", path]) == 0
-    _, notice = capsys.readouterr().out.splitlines()
-    assert notice.startswith(f"{path}: sparse_attention.seed: not given: each run draws random blocks of its own")
-    path = write({"mode": "bigbird", "num_random_blocks": 1, "seed": 3})
-    assert main(["check", "--block-only", path]) == 0
-    assert capsys.readouterr().out.count("\n") == 1
+    sentence = 'sparse_attention.layers."4": names layer 4, and the model has 4 attention layers, 0 to 3.'
+    assert check(block, "--block-only", "--layers", "4") == (1, [], [sentence])
 
 
 def test_several_files_and_standard_input(capsys, write, monkeypatch):
@@ -130,53 +143,51 @@ def test_json_has_the_same_for_programs(capsys, write):
         (ImportError("libmpi.so: not found"), "libmpi.so: not found"),
     ],
 )
-def test_without_deepspeed_one_line_says_what_was_not_checked(capsys, monkeypatch, raised, sentence):
+def test_without_deepspeed_one_line_says_what_was_not_checked(check, monkeypatch, raised, sentence):
     def refuse(name, *_):
         if name == "deepspeed":
             raise raised
 
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=refuse), *sys.meta_path])
-    assert main(["check", str(FIXED)]) == 0
-    summary, line = capsys.readouterr().out.splitlines()
-    assert summary.endswith("at 2048 tokens.")
-    assert line == f"{FIXED}: the rest of the file was not checked: {sentence}"
+    status, (summary, line), _ = check({})
+    assert status == 0 and summary.endswith("at 2048 tokens.")
+    assert line == f"the rest of the file was not checked: {sentence}"
 
 
-def test_notices_follow(capsys, write):
-    path = write({"num_random_blocks": 0, "attention": "unidirectional"})
+@pytest.mark.parametrize(
+    "block, start, notices",
+    [
+        (
+            {"num_random_blocks": 0, "attention": "unidirectional"},
+            "mode fixed, block 16, density ",
+            ["sparse_attention.num_random_blocks: ", "sparse_attention.attention: "],
+        ),
+        (
+            {"mode": "bigbird", "num_random_blocks": 1, "block": 64},
+            "mode bigbird, block 64, density ",
+            ["sparse_attention.seed: not given: each run draws random blocks of its own"],
+        ),
+        (
+            {"mode": "bigbird", "block": 128, "num_sliding_window_blocks": 31},
+            "mode bigbird, block 128;",
+            ["sparse_attention: no layout at 2048 tokens (Number of sliding window blocks, 31"],
+        ),
+        (None, "no sparse_attention block: it trains dense", []),
+    ],
+)
+def test_notices_follow_and_leave_a_file_right(check, block, start, notices, write, capsys, tmp_path):
+    path = write(block)
+    if block is None:
+        Path(path).write_text('{"train_batch_size": 8}')
     assert main(["check", path]) == 0
-    summary, *notices = capsys.readouterr().out.splitlines()
-    assert summary.startswith(f"{path}: mode fixed, block 16, density ")
-    assert [notice.split(": ")[1] for notice in notices] == [
-        "sparse_attention.num_random_blocks",
-        "sparse_attention.attention",
-    ]
+    summary, *found = [line.removeprefix(f"{path}: ") for line in capsys.readouterr().out.splitlines()]
+    assert summary.startswith(start) and len(found) == len(notices)
+    assert all(line.startswith(notice) for line, notice in zip(found, notices))
 
 
-def test_all_mistakes_go_to_standard_error(capsys, write):
-    path = write({"blok": 16, "num_local_blocks": "4", "block": 32})
-    assert main(["check", path, "--seq", "2000"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines() == [
-        f'{path}: sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
-        f'{path}: sparse_attention.num_local_blocks: got "4"; wanted an integer of at least 1.',
-    ]
-
-
-def test_a_structure_wider_than_the_usual_length_is_right_when_no_length_is_asked_for(capsys, write):
-    path = write({"mode": "bigbird", "block": 128, "num_sliding_window_blocks": 31})
-    assert main(["check", path]) == 0
-    assert "no layout at 2048 tokens (Number of sliding window blocks, 31" in capsys.readouterr().out
-    assert main(["check", path, "--seq", "2048"]) == 1
-
-
-def test_a_file_without_the_block_trains_dense(capsys, tmp_path):
-    path = tmp_path / "dense.json"
-    path.write_text('{"train_batch_size": 8}')
-    assert main(["check", str(path)]) == 0
-    assert "no sparse_attention block: it trains dense" in capsys.readouterr().out
+def test_a_structure_wider_than_a_length_that_is_asked_for_is_wrong(check):
+    assert check({"mode": "bigbird", "block": 128, "num_sliding_window_blocks": 31}, "--seq", "2048")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -193,12 +204,10 @@ def test_whatever_the_file_holds_there_is_a_sentence(tmp_path, capsys, content):
         path.write_bytes(content)
     assert main(["check", str(path)]) == 1
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"{path}: ")
-    assert err.count("\n") == 1
+    assert out == "" and err.startswith(f"{path}: ") and err.count("\n") == 1
 
 
-def test_a_users_structure_that_fails_is_a_sentence(capsys, write, monkeypatch):
+def test_a_users_structure_that_fails_is_a_sentence(check, monkeypatch):
     monkeypatch.setattr(_registry, "_classes", dict(_registry._classes))
 
     @register_sparsity("failing")
@@ -206,17 +215,18 @@ def test_a_users_structure_that_fails_is_a_sentence(capsys, write, monkeypatch):
         def make_layout(self, seq_len):
             return [][seq_len]
 
-    path = write({"mode": "failing"})
-    assert main(["check", path, "--seq", "64"]) == 1
-    assert capsys.readouterr() == (
-        "",
-        f'{path}: sparse_attention.mode: got "failing", but Failing has no layout at a sequence length of 64: '
-        "IndexError: list index out of range\n",
+    sentence = (
+        'sparse_attention.mode: got "failing", but Failing has no layout at a sequence length of 64: '
+        "IndexError: list index out of range"
     )
-    assert main(["check", path]) == 0
-    summary, notice = capsys.readouterr().out.splitlines()
-    assert summary.startswith(f"{path}: mode failing, block 16;")
-    assert notice == f"{path}: sparse_attention: no layout at 2048 tokens (IndexError: list index out of range)."
+    assert check({"mode": "failing"}, "--seq", "64") == (1, [], [sentence])
+    assert check({"mode": "failing"})[:2] == (
+        0,
+        [
+            f"mode failing, block 16{REST}.",
+            "sparse_attention: no layout at 2048 tokens (IndexError: list index out of range).",
+        ],
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,59 +235,45 @@ def test_a_users_structure_that_fails_is_a_sentence(capsys, write, monkeypatch):
     ids=["length", "longer", "heads"],
 )
 @pytest.mark.parametrize("mode", ["fixed", "variable", "bigbird", "bslongformer", "dense"])
-def test_lengths_and_heads_beyond_all_memory_are_one_sentence(capsys, write, mode, options):
-    path = write({"mode": mode, "different_layout_per_head": True})
-    assert main(["check", path, *options]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"{path}: sparse_attention.block: got 16, but ") and err.count("\n") == 1
+def test_lengths_and_heads_beyond_all_memory_are_one_sentence(check, mode, options):
+    status, out, (sentence,) = check({"mode": mode, "different_layout_per_head": True}, *options)
+    assert (status, out) == (1, []) and sentence.startswith("sparse_attention.block: got 16, but ")
 
 
 @pytest.mark.parametrize(("width", "counts", "reach"), [(0, 1, 0), (4, 5, 2)])
 @pytest.mark.parametrize("mode", ["bigbird", "bslongformer", "local_sliding_window"])
-def test_an_even_window_is_said_with_what_it_counts_as(capsys, write, mode, width, counts, reach):
-    path = write({"mode": mode, "num_sliding_window_blocks": width})
-    assert main(["check", path, "--block-only"]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if "num_sliding_window_blocks" in line]
-    assert said == [
-        f"{path}: sparse_attention.num_sliding_window_blocks: a sliding window of {width} blocks counts as one of "
-        f"{counts}, as in DeepSpeed: it reaches {reach} blocks from the diagonal."
-    ]
-    assert main(["check", write({"mode": mode, "num_sliding_window_blocks": 5}), "--block-only"]) == 0
-    assert "counts as" not in capsys.readouterr().out
+def test_an_even_window_is_said_with_what_it_counts_as(check, mode, width, counts, reach):
+    said = (
+        f"sparse_attention.num_sliding_window_blocks: a sliding window of {width} blocks counts as one of {counts}, "
+        f"as in DeepSpeed: it reaches {reach} blocks from the diagonal."
+    )
+    assert said in check({"mode": mode, "num_sliding_window_blocks": width}, "--block-only")[1]
+    assert "counts as" not in str(check({"mode": mode, "num_sliding_window_blocks": 5}, "--block-only"))
 
 
 @pytest.mark.parametrize("huge", [10**8, 10**12, 10**30])
 @pytest.mark.parametrize(
-    ("mode", "key", "fits"),
+    ("mode", "right", "wrong"),
     [
-        ("fixed", "num_local_blocks", True),
-        ("fixed", "num_global_blocks", False),
-        ("fixed", "num_different_global_patterns", False),
-        ("fixed", "seed", True),
-        ("variable", "local_window_blocks", True),
-        ("variable", "global_block_indices", True),
-        ("variable", "global_block_end_indices", True),
-        ("variable", "num_random_blocks", False),
-        ("bigbird", "num_random_blocks", False),
-        ("bigbird", "num_sliding_window_blocks", False),
-        ("bigbird", "num_global_blocks", False),
-        ("bigbird", "seed", True),
-        ("bslongformer", "num_sliding_window_blocks", False),
-        ("bslongformer", "global_block_indices", True),
-        ("bslongformer", "global_block_end_indices", True),
-        ("local_sliding_window", "num_sliding_window_blocks", False),
-        ("dense", "block", False),
+        ("fixed", ["num_local_blocks", "seed"], ["num_global_blocks", "num_different_global_patterns"]),
+        (
+            "variable",
+            ["local_window_blocks", "global_block_indices", "global_block_end_indices"],
+            ["num_random_blocks"],
+        ),
+        ("bigbird", ["seed"], ["num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"]),
+        ("bslongformer", ["global_block_indices", "global_block_end_indices"], ["num_sliding_window_blocks"]),
+        ("local_sliding_window", [], ["num_sliding_window_blocks"]),
+        ("dense", [], ["block"]),
     ],
 )
-def test_numbers_beyond_all_bounds_are_fine_or_get_sentences(capsys, write, mode, key, fits, huge):
-    path = write({"mode": mode, key: huge if key.startswith("num") or key in ("seed", "block") else [huge]})
-    assert main(["check", path, "--seq", "256"]) == (0 if fits else 1)
-    out, err = capsys.readouterr()
-    start = f"{path}: mode {mode}, " if fits else f"{path}: sparse_attention.{key}: got {huge}"
-    assert (out == "") != fits and (err == "") == fits
-    assert (out or err).startswith(start)
-    assert all(line.startswith(f"{path}: ") for line in err.splitlines())
+def test_numbers_beyond_all_bounds_are_fine_or_get_sentences(check, mode, right, wrong, huge):
+    for key in (*right, *wrong):
+        value = huge if key.startswith("num") or key in ("seed", "block") else [huge]
+        status, out, err = check({"mode": mode, key: value}, "--seq", "256")
+        assert status == (key in wrong) and bool(err) == (key in wrong) != bool(out)
+        start = f"sparse_attention.{key}: got {huge}" if key in wrong else f"mode {mode}, "
+        assert (out or err)[0].startswith(start)
 
 
 def test_keys_that_the_terminal_cannot_print(tmp_path):

@@ -151,7 +151,11 @@ def test_nothing_is_advised_where_all_is_well():
             "build ds_sparse again",
         ),
         ({"operators_error": "RuntimeError: no operator"}, "RuntimeError: no operator.", "build ds_sparse again"),
-        ({"driver_cuda": 12080}, "is of CUDA 13, and this machine's GPU driver serves CUDA 12.8 at most", "update the driver"),
+        (
+            {"driver_cuda": 12080},
+            "is of CUDA 13, and this machine's GPU driver serves CUDA 12.8 at most",
+            "update the driver",
+        ),
         ({"has_machine_code": False}, "compiled for other GPUs than NVIDIA H200", "TORCH_CUDA_ARCH_LIST='9.0' set"),
         ({"gpu_capability": "7.5"}, "has compute capability 7.5", "move model and data to the CPU"),
         ({"features": ["amx_bf16"], "instruction_set": "avx512"}, "Linux does not let this process", "arch_prctl"),
