@@ -21,7 +21,6 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import structure_keys
 import torch
 import yaml
 from helpers import without_launcher
@@ -75,7 +74,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     shutil.copy(ROOT / "mkdocs.yml", folder)
     shutil.copytree(ROOT / "docs", folder / "docs")  # Zensical does not follow a link to it
-    for name in ("website", "benchmarks", "ds_sparse", "CHANGELOG.md", "SECURITY.md"):
+    for name in ("benchmarks", "ds_sparse", "CHANGELOG.md", "SECURITY.md"):
         (folder / name).symlink_to(ROOT / name)
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     built = subprocess.run(
@@ -130,11 +129,6 @@ def test_the_api_describes_the_fields_of_structures(site):
         field.description for mode in sparsity_modes() for field in json_fields(sparsity_class(mode)).values()
     ]
     assert not [sentence for sentence in descriptions if " ".join(sentence.split()) not in " ".join(page.split())]
-
-
-def test_tables_of_keys_are_those_of_the_structures():
-    page = structure_keys.PAGE.read_text()
-    assert page == structure_keys.with_tables(page), "run website/structure_keys.py"
 
 
 def pages_with(language: str) -> list[Path]:
@@ -257,7 +251,7 @@ def test_what_a_long_command_names_is_there(page, code, capsys):
     assert subprocess.run(["bash", "-n"], input=code, text=True, check=False).returncode == 0
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        paths = [word for word in words if re.match(r"(examples|configs|tests|website|\.ci)/", word)]
+        paths = [word for word in words if re.match(r"(examples|configs|tests|benchmarks|\.ci)/", word)]
         assert not [name for name in paths if not (ROOT / name).exists()], f"{page}: {line}"
         programs = {word.rsplit("/", 1)[-1] for word in words}
         if {"deepspeed_train.py", "run.sh"} & programs and "tests/run.sh" not in words:

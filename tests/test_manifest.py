@@ -55,7 +55,7 @@ def tracked(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "folder", ["benchmarks", "csrc", "ds_sparse", "launcher", "examples", "configs", "tests", "docs", "website"]
+    "folder", ["benchmarks", "csrc", "ds_sparse", "launcher", "examples", "configs", "tests", "docs"]
 )
 def test_the_source_distribution_has_every_file_of(folder: str, packed: set[str]):
     files = set(tracked(folder))

@@ -12,7 +12,7 @@ PAGES = [
     *("CONTRIBUTING.md", "SECURITY.md", "csrc/cuda/README.md"),
     *(f"docs/{name}.md" for name in ("architecture", "contributing", "kernels", "lab-notebook", "semantics")),
 ]
-FOLDERS = ("ds_sparse", "csrc", "tests", "docs", "configs", "launcher", "examples", "website", ".ci")
+FOLDERS = ("ds_sparse", "csrc", "tests", "docs", "configs", "launcher", "examples", "benchmarks", ".ci")
 
 
 def text(page: str) -> str:

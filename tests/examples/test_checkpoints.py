@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import damage_table
 import pytest
 import torch
 
@@ -175,11 +174,6 @@ def test_a_damaged_file_is_named_and_the_newest_whole_checkpoint_taken(tmp_path,
     save(tmp_path, 3)
     assert resume(tmp_path) == 3 and capsys.readouterr().out == ""
     assert (tmp_path / "step3.damaged").exists() == (name.startswith("step3/"))
-
-
-def test_the_page_says_of_damages_what_a_run_says():
-    page = damage_table.PAGE.read_text()
-    assert page == damage_table.with_table(page), "run website/damage_table.py"
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER, STATE])

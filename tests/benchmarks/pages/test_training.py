@@ -1,10 +1,11 @@
-"""The summary and the picture of training runs."""
+"""The summary of training runs."""
 
 import json
 import sys
 
 import pytest
-import training_table
+
+from benchmarks.pages import training
 
 BLOCK = {"mode": "bslongformer", "block": 64, "num_sliding_window_blocks": 5}
 
@@ -34,7 +35,7 @@ def folder(tmp_path):
 
 
 def test_a_run_is_summed_up(folder):
-    sparse, dense = map(training_table.summary, training_table.runs(folder))
+    sparse, dense = map(training.summary, training.runs(folder))
     assert sparse["name"] == "`bslongformer`, block 64, window 5"
     assert (dense["name"], dense["density"]) == ("dense", 1.0)
     assert 0.25 < sparse["density"] < 0.5  # of 16 x 16 blocks a band of five, a row and a column
@@ -48,16 +49,14 @@ def test_too_few_steps_are_refused(folder):
     path = folder / "dense" / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
     with pytest.raises(ValueError, match="has 7 steps; train more than 10"):
-        training_table.summary(folder / "dense")
+        training.summary(folder / "dense")
 
 
-def test_the_command_writes_the_summary_and_the_picture(folder, monkeypatch):
-    summary, picture = folder / "summary.json", folder / "loss.png"
-    words = ["--machine", "a GPU", "--commit", "abc", "--date", "2026-11-23", str(folder)]
-    places = ["--summary", str(summary), "--picture", str(picture)]
-    monkeypatch.setattr(sys, "argv", ["training_table.py", *words, *places])
-    training_table.main()
+def test_the_command_writes_the_summary(folder, monkeypatch):
+    summary = folder / "summary.json"
+    words = ["--machine", "a GPU", "--commit", "abc", "--date", "2026-11-23", str(folder), "--summary", str(summary)]
+    monkeypatch.setattr(sys, "argv", ["training", *words])
+    training.main()
     written = json.loads(summary.read_text())
     assert (written["machine"], written["torch"], written["commit"]) == ("a GPU", "2.13", "abc")
-    assert written["runs"] == [training_table.summary(run) for run in training_table.runs(folder)]
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert written["runs"] == [training.summary(run) for run in training.runs(folder)]

@@ -1,22 +1,15 @@
-"""Makes the pictures and figures of docs/what-it-gives-you.md of benchmarks/results/*.json:
+"""Pictures and figures of docs/what-it-gives-you.md, from committed results."""
 
-    .venv/bin/python website/gains.py
-
-It writes what stands between the comments `<!-- gain: NAME -->` and `<!-- end -->`, and docs/pictures/gain-NAME.svg.
-What is still to be measured is named there with its command.
-"""
-
+import base64
+import io
 import json
-import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import matplotlib
-from benchmark_tables import RESULTS, ROOT, TRAINING
 from matplotlib.figure import Figure
 
 from benchmarks.models import bert_results, modernbert_results
@@ -26,27 +19,7 @@ from ds_sparse.bench import markdown
 from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, FLOOR, LONGFORMER_MODEL, NO_ATTENTION, STRUCTURES_IN_BERT
 from ds_sparse.bench.show import load
 
-PAGE = ROOT / "docs" / "what-it-gives-you.md"
-PICTURES = ROOT / "docs" / "pictures"
-
-TO_MEASURE = {
-    "bert-lengths-h200": "bert --labelled-only --repeats 3 --seconds 2 --seq-len 512,1024,4096,16384,65536,131072 "
-    "--peers eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,longformer-64,bigbird-64",
-    "bert-longest-h200": "bert --labelled-only --whole-step --longest 30 --peers "
-    "eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
-    "bert-longest-checkpointed-h200": "bert --labelled-only --whole-step --activation-checkpointing --longest 30 "
-    "--peers eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
-    "train-quality-h100": "train --folder quality --seeds 0,1,2 --tokens 40000000 --minutes 0.4 --arms "
-    "dense-512,dense-4096,bigbird-4096,bslongformer-4096",
-    "train-structures-h100": "train --folder quality --tokens 40000000 --minutes 0.4 --arms "
-    "dense-4096,fixed-4096,variable-4096,local_sliding_window-4096,continued-bigbird-4096",
-    "train-quality-16k-h100": "train --folder quality-16k --document-tokens 16384 --tokens 40000000 --minutes 0.4 "
-    "--arms dense-512,dense-16384,bigbird-16384,bslongformer-16384",
-    "train-dna-h100": "train --experiment dna --folder dna --minutes 2",
-    "train-documents-h100": "train --experiment documents --folder documents --minutes 3 --arms dense-512,bigbird-8192",
-    "train-documents-minute-h100": "train --experiment documents --folder documents --minutes 1",
-}
-"""Runs of `ds_sparse bench` on a GPU that the page waits for, with the rest of their commands."""
+from .tables import RESULTS, TRAINING, sources
 
 LENGTHS, ALL_LOGITS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
 LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
@@ -61,10 +34,6 @@ TEXT, PLAIN = "#808080", "#9a9a9a"
 OURS = ("#3aa76d", "#2f8fd0", "#9a6fd8", "#17a2a2", "#7bbf3a")
 THEIRS = ("#e8833a", "#d9534f", "#c0569f", "#b08a2e", "#8f7be0", "#5fb0b7")
 """Colours that are seen on white and on black."""
-
-
-def is_there(runs: Sequence[str]) -> bool:
-    return all((RESULTS / f"{name}.json").exists() for name in runs)
 
 
 def results_of(runs: Iterable[str]) -> list[Any]:
@@ -161,7 +130,7 @@ def quality_gain() -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """A line of the table. `said` is asked where the runs are there."""
+    """A line of the table."""
 
     what: str
     then: str
@@ -188,31 +157,17 @@ CLAIMS = (
 
 
 def claims() -> str:
-    lines = []
-    for claim in CLAIMS:
-        if is_there(claim.runs):
-            runs = ", ".join(f"`{name}`" for name in claim.runs)
-            lines.append([claim.what, claim.then, claim.said(), machines(claim.runs), runs])
-        else:
-            lines.append([claim.what, claim.then, "not measured yet", "", "below"])
-    heading = ["what", "said in 2020, on V100", "here", "GPU", "run"]
-    return f"{markdown.Table(heading, lines).in_markdown()}\n\n{commands()}".rstrip()
+    """The table of what was said in 2020 and what runs measured."""
+    lines = [
+        [claim.what, claim.then, claim.said(), machines(claim.runs), ", ".join(f"`{name}`" for name in claim.runs)]
+        for claim in CLAIMS
+    ]
+    return markdown.Table(["what", "said in 2020, on V100", "here", "GPU", "run"], lines).in_markdown()
 
 
 def machines(runs: Sequence[str]) -> str:
     found = dict.fromkeys(json.loads((RESULTS / f"{name}.json").read_text())["machine"] for name in runs)
     return ", ".join(name.removeprefix("NVIDIA ") for name in found)
-
-
-def commands() -> str:
-    """Of the runs that are not there yet."""
-    missing = [f"- `{name}`: `{command(name)}`" for name in TO_MEASURE if not is_there([name])]
-    return "\n".join(["Not measured yet, with the command of each:", "", *missing]) if missing else ""
-
-
-def command(name: str) -> str:
-    operation, _, options = TO_MEASURE[name].partition(" ")
-    return f"ds_sparse bench {operation} --device cuda {options} --json {name}.json"
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -394,107 +349,85 @@ def train_tables(runs: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Picture:
-    """Drawn of runs; `about` is what is said to who does not see it, and `below` what stands under it."""
+    """A picture of runs; `about` is its text for who does not see it, `below` makes what stands under it."""
 
-    runs: Callable[[], Sequence[str]]
+    runs: Sequence[str]
     draw: Callable[[], Figure]
     about: str
     below: Callable[[], str] = lambda: ""
 
 
 GAINS = {
-    "speed": Picture(
-        lambda: LENGTHS, draw_speed, "Tokens a second of a step of BERT-base against the length, by attention"
-    ),
+    "speed": Picture(LENGTHS, draw_speed, "Tokens a second of a step of BERT-base against the length, by attention"),
     "longest": Picture(
-        lambda: LONGEST,
+        LONGEST,
         partial(draw_longest, LONGEST),
         "The longest sequence that fits, by attention; dashed where the search ended by its time",
     ),
     "longest_large": Picture(
-        lambda: LARGE_LONGEST,
+        LARGE_LONGEST,
         partial(draw_longest, LARGE_LONGEST),
         "The longest sequence of BERT-large that fits, by attention; as long for dense attention as for bigbird-64",
     ),
     "quality": Picture(
-        lambda: QUALITY,
+        QUALITY,
         partial(draw_curves, QUALITY),
         "Held-out loss against tokens and against seconds, by arm; below it that of each seed at the end",
         partial(train_tables, QUALITY),
     ),
     "structures": Picture(
-        lambda: STRUCTURES,
+        STRUCTURES,
         partial(draw_curves, STRUCTURES),
         "Held-out loss of the other structures, and of a dense model of 512 tokens that goes on with 4,096",
         partial(train_tables, STRUCTURES),
     ),
     "longer": Picture(
-        lambda: LONGER,
+        LONGER,
         partial(draw_curves, LONGER),
         "Held-out loss with sequences of 16,384 tokens",
         partial(train_tables, LONGER),
     ),
     "dna": Picture(
-        lambda: DNA,
+        DNA,
         partial(draw_measure, DNA, "gene_f1", "F1 of genes on held-out sequences, percent"),
         "F1 of genes that are found, by arm",
         partial(train_tables, DNA),
     ),
     "dna_losses": Picture(
-        lambda: DNA, partial(draw_curves, DNA), "Held-out loss of masked bases, then of genes, against seconds, by arm"
+        DNA, partial(draw_curves, DNA), "Held-out loss of masked bases, then of genes, against seconds, by arm"
     ),
     "documents": Picture(
-        lambda: DOCUMENTS,
+        DOCUMENTS,
         partial(draw_measure, DOCUMENTS, "macro_f1", "macro F1 of packages on held-out files, percent"),
         "Macro F1 of packages that source files belong to, by arm",
         partial(train_tables, DOCUMENTS),
     ),
     "documents_losses": Picture(
-        lambda: DOCUMENTS,
+        DOCUMENTS,
         partial(draw_curves, DOCUMENTS),
         "Held-out loss of masked tokens, then of packages, against seconds, by arm",
     ),
     "documents_minute": Picture(
-        lambda: DOCUMENTS_IN_A_MINUTE,
+        DOCUMENTS_IN_A_MINUTE,
         partial(draw_curves, DOCUMENTS_IN_A_MINUTE),
         "The same losses in one minute, with more arms",
         partial(train_tables, DOCUMENTS_IN_A_MINUTE),
     ),
-    "packed": Picture(lambda: [MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
+    "packed": Picture([MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }
 
 
 def shown(name: str) -> str:
-    """What stands on the page for a gain."""
-    if name == "claims":
-        return claims()
-    picture = GAINS[name]
-    if not is_there(picture.runs()):
-        return "Not measured yet; the commands are above."
-    runs = picture.runs()
-    sources = markdown.sources(
-        [load(str(RESULTS / f"{run}.json"))[0] for run in runs], [f"benchmark-runs.md#{run}" for run in runs]
-    )
-    image = f'<img src="pictures/gain-{name}.svg" alt="{picture.about}" width="720">'
-    return "\n\n".join(part for part in (image, picture.below(), sources) if part)
+    """A picture with the tables and runs that belong to it."""
+    gain = GAINS[name]
+    parts = (image(gain.draw(), gain.about), gain.below(), sources(list(gain.runs)))
+    return "\n\n".join(part for part in parts if part)
 
 
-def with_gains(page: str) -> str:
-    return re.sub(
-        r"<!-- gain: (\w+) -->\n.*?<!-- end -->",
-        lambda found: f"<!-- gain: {found[1]} -->\n\n{shown(found[1])}\n\n<!-- end -->",
-        page,
-        flags=re.DOTALL,
-    )
-
-
-def main(pictures: Path = PICTURES) -> None:
-    PAGE.write_text(with_gains(PAGE.read_text()))
+def image(figure: Figure, about: str) -> str:
+    """An SVG inside the page; `about` is its text for who does not see it."""
+    drawn = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_sparse"}):
-        for name, picture in GAINS.items():
-            if is_there(picture.runs()):
-                picture.draw().savefig(pictures / f"gain-{name}.svg", metadata={"Date": None}, transparent=True)
-
-
-if __name__ == "__main__":
-    main()
+        figure.savefig(drawn, format="svg", metadata={"Date": None}, transparent=True)
+    data = base64.b64encode(drawn.getvalue()).decode()
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{about}" width="720">'

@@ -1,10 +1,9 @@
-"""Sums up runs of examples/bing_bert/deepspeed_train.py, and draws their losses:
+"""Sums up runs of examples/bing_bert/deepspeed_train.py in training-h200.json, and draws their losses:
 
-    .venv/bin/python website/training_table.py --machine "NVIDIA H200" --commit COMMIT --date DAY FOLDER...
+    .venv/bin/python -m benchmarks.pages.training --machine "NVIDIA H200" --commit COMMIT --date DAY FOLDER...
 
 FOLDER is what the program prints as its run's: it has `manifest.json`, and in `sparse` or `dense` a metrics.jsonl and a
-checkpoint's state.json. The summary is benchmarks/results/training-h200.json, of which `benchmark_tables.py` makes
-a table.
+checkpoint's state.json.
 """
 
 import argparse
@@ -16,12 +15,13 @@ from typing import Any
 import ds_sparse
 from ds_sparse.layout import density
 
-ROOT = Path(__file__).resolve().parent.parent
-SUMMARY = ROOT / "benchmarks" / "results" / "training-h200.json"
-PICTURE = ROOT / "docs" / "pictures" / "bert_base_8192.png"
+from .gains import TEXT, axes, image
+from .tables import RESULTS, TRAINING
+
+SUMMARY = RESULTS / f"{TRAINING}.json"
 
 FIRST_STEPS = 10
-"""Whose tokens a second do not count: what is compiled or tuned, is in them."""
+"""Steps whose tokens a second do not count: they compile and tune."""
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -67,26 +67,17 @@ def runs(folder: Path) -> list[Path]:
     return [folder / name for name in ("sparse", "dense") if (folder / name / "metrics.jsonl").exists()]
 
 
-def draw(path: Path, trained: list[dict[str, Any]]) -> None:
-    """Losses by step, training and held out, one colour a run. PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
-    for run in trained:
-        label = run["name"].replace("`", "")
-        (line,) = axes.plot(*zip(*run["held_out"]), marker="o", markersize=3, label=label)
+def picture() -> str:
+    """Losses of the committed runs by step, training and held out, one colour a run."""
+    figure, plot = axes()
+    for run in json.loads(SUMMARY.read_text())["runs"]:
+        (line,) = plot.plot(*zip(*run["held_out"]), marker="o", markersize=3, label=run["name"].replace("`", ""))
         steps = range(1, len(run["training"]) + 1)
-        axes.plot(steps, run["training"], color=line.get_color(), alpha=0.3, linewidth=1)
-    axes.set_xlabel("step")
-    axes.set_ylabel("masked-LM loss (nats per token)")
-    axes.legend(title="held out; pale: training", loc="upper right")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, format="png")
-    pyplot.close(figure)
+        plot.plot(steps, run["training"], color=line.get_color(), alpha=0.3, linewidth=1)
+    plot.set_xlabel("step", color=TEXT)
+    plot.set_ylabel("masked-LM loss (nats per token)", color=TEXT)
+    plot.legend(title="held out; pale: training", loc="upper right")
+    return image(figure, "Loss by step of the four runs")
 
 
 def main() -> None:
@@ -95,14 +86,12 @@ def main() -> None:
     for name in ("machine", "commit", "date"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--summary", type=Path, default=SUMMARY)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
     args = parser.parse_args()
     torch = json.loads((args.folders[0] / "manifest.json").read_text())["versions"]["torch"]
     about = {"machine": args.machine, "torch": torch, "commit": args.commit, "date": args.date}
     trained = [summary(run) for folder in args.folders for run in runs(folder)]
     lines = ",\n".join(json.dumps(run) for run in trained)
     args.summary.write_text(f'{json.dumps(about)[:-1]}, "runs": [\n{lines}\n]}}\n')
-    draw(args.picture, trained)
 
 
 if __name__ == "__main__":

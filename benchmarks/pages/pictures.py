@@ -1,5 +1,5 @@
 """Draws the pictures of docs/structures.md into docs/pictures, and, where Chromium is installed, that of the page in
-docs/json-and-flag.md: .venv/bin/python website/pictures.py"""
+docs/json-and-flag.md: .venv/bin/python -m benchmarks.pages.pictures"""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import ds_sparse
 from ds_sparse.drawing import Sheet, save_drawing, save_page
 
-PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 
 TOKENS = 1024
 

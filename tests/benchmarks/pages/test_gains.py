@@ -1,0 +1,77 @@
+"""Figures and pictures of gains are those of committed results."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks.pages import gains
+
+SAID = [
+    "22 times, 428,032 tokens (activations kept; SDPA: at least 262,144, where the search's time was over); at least "
+    "32 times, 1,048,576 tokens (activations checkpointed; SDPA: at least 65,536, where the search's time was over)",
+    "0.99 times, 94,208 tokens (activations kept; SDPA: 95,232)",
+    "1.00 times: 81.4 GiB, SDPA 81.3, at 262,144 tokens",
+    "25 times, `longformer-64` at 131,072 tokens",
+    "5.1 times, `bigbird-16` at 32,768 tokens",
+    "2.5 times, `bigbird` at 8,192 tokens",
+    "2.2 times, rows of 8,192 tokens",
+    "7.9 times, `bigbird-64` at 1,024 tokens (SDPA takes 1.10 times as long)",
+    "0.89 to 0.93 times at equal tokens (`dense-512` 0.88); 0.93 to 0.94 times at equal minutes (`dense-512` 0.89)",
+]
+"""What pages say of the committed runs."""
+
+
+def rows(run):
+    return json.loads((gains.RESULTS / f"{run}.json").read_text())["rows"]
+
+
+def test_claims_are_those_of_the_runs():
+    assert [claim.said() for claim in gains.CLAIMS] == SAID
+    assert "| up to 6.3 times faster | 25 times, `longformer-64` at 131,072 tokens | H200 | `bert-le" in gains.claims()
+
+
+def test_speed_is_tokens_a_second():
+    (plot,) = gains.draw_speed().axes
+    lines = {line.get_label(): dict(line.get_xydata().tolist()) for line in plot.get_lines()}
+    (row,) = (r for r in rows(*gains.LENGTHS) if r["attention"] == "bigbird-64" and r["seq_len"] == 512)
+    assert lines["bigbird-64"][512] == pytest.approx(32768 / row["milliseconds"] * 1e3)
+    assert lines["bigbird-64"][131072] > 20 * lines["sdpa"][131072] and "no attention" in lines
+
+
+def test_searches_that_ended_by_their_time_are_dashed():
+    (plot,) = gains.GAINS["longest"].draw().axes
+    bars = {label.get_text(): bar for label, bar in zip(plot.get_yticklabels(), plot.patches)}
+    assert bars["bigbird-64"].get_width() == 428_032 and bars["bigbird-64"].get_fill()
+    assert bars["sdpa"].get_width() == 262_144 and not bars["sdpa"].get_fill()
+    assert bars["bigbird-64, checkpointed"].get_width() == 1_048_576
+    assert "at least 262,144" in [text.get_text() for text in plot.texts]
+
+
+def test_curves_end_at_the_means_that_the_table_has():
+    of_tokens, of_minutes, ends, _ = gains.GAINS["quality"].draw().axes
+    table = gains.GAINS["quality"].below()
+    for line in of_tokens.get_lines():
+        end = line.get_ydata()[-1]
+        assert re.search(rf"^\| `{line.get_label()}` \| 3 \| {end:.4f} ±", table, re.MULTILINE)
+    assert len(of_minutes.get_lines()) == len(of_tokens.get_lines()) == len(ends.get_yticklabels()) == 4
+    masked, genes, *_ = gains.GAINS["dna_losses"].draw().axes
+    assert (masked.get_ylabel(), genes.get_ylabel()) == ("held-out loss of masked bases", "held-out loss of genes")
+    (plot,) = gains.GAINS["dna"].draw().axes
+    assert [round(bar.get_width(), 1) for bar in plot.patches] == [87.1, 87.2, 81.0, 79.7]
+
+
+def test_jobs_that_learned_nothing_are_not_shown(monkeypatch, tmp_path):
+    (run,) = gains.QUALITY
+    data = json.loads((gains.RESULTS / f"{run}.json").read_text())
+    data["rows"][1]["held_out"] = data["rows"][1]["unigram"]
+    (tmp_path / f"{run}.json").write_text(json.dumps(data))
+    monkeypatch.setattr(gains, "RESULTS", tmp_path)
+    for make in (gains.quality_gain, gains.GAINS["quality"].below, gains.GAINS["quality"].draw):
+        with pytest.raises(ValueError, match=f"{run}.json, .*: this job did not leave the unigram cross-entropy"):
+            make()
+
+
+def test_a_picture_stands_in_the_page_with_its_runs():
+    made = gains.shown("packed")
+    assert made.startswith('<img src="data:image/svg+xml;base64,') and "(benchmark-runs.md#modernbert-h200)" in made
