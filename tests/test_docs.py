@@ -89,7 +89,7 @@ def test_each_page_is_in_the_navigation_and_each_entry_a_page():
     assert sorted(in_navigation(settings()["nav"])) == [page.name for page in PAGES]
 
 
-def test_every_link_picture_and_anchor_is_there(site):
+def test_every_link_picture_and_anchor_is_there_and_nothing_is_loaded_from_elsewhere(site):
     pages = {file: Page(file) for file in site.rglob("*.html") if file.name != "404.html"}
     assert len(pages) == len(PAGES)
     wrong = []
@@ -104,26 +104,26 @@ def test_every_link_picture_and_anchor_is_there(site):
             if not place.exists() or (parts.fragment and unquote(parts.fragment) not in known | {"__toc", "__drawer"}):
                 wrong.append(f"{file.name}: {target}")
     assert not wrong
-
-
-def test_nothing_is_loaded_from_elsewhere(site):
     loaded = r'<(?:script|img|iframe)[^>]*\ssrc="?(?:https?:)?//|<link[^>]*rel="?(?:stylesheet|preconnect)[^>]*//'
     assert not [file.name for file in site.rglob("*.html") if re.search(loaded, file.read_text())]
 
 
-def test_formulas_need_no_script(site):
-    written = (ROOT / "docs" / "structures.md").read_text().count("```math")
-    assert written and (site / "structures.html").read_text().count("</math>") == written
+def test_what_is_made_and_formulas_stand_in_the_pages(site):
+    for page in PAGES:
+        html = (site / f"{page.stem}.html").read_text()
+        assert html.count("</math>") == page.read_text().count("```math")
+        assert "<!-- made: " not in html
+        assert html.count("<table") >= page.read_text().count("<!-- made: table ")
+        assert html.count("data:image/svg+xml") == page.read_text().count("<!-- made: gain ") + (
+            page.stem == "benchmarks"
+        )
 
 
-def test_the_api_has_each_public_name(site):
+def test_the_api_has_each_public_name_and_the_fields_of_structures(site):
     shown = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     missing = {f"ds_sparse.{name}" for name in ds_sparse.__all__} - set(shown)
     assert not missing and len(shown) == len(set(shown))
     assert set(shown) <= Page(site / "api.html").anchors
-
-
-def test_the_api_describes_the_fields_of_structures(site):
     page = unescape(re.sub(r"<[^>]+>", "", (site / "api.html").read_text()))
     descriptions = [
         field.description for mode in sparsity_modes() for field in json_fields(sparsity_class(mode)).values()
@@ -137,22 +137,11 @@ def pages_with(language: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_each_fence_is_read(page):
-    """A block without a language, or one that is indented, would be passed over."""
+def test_each_fence_is_read_and_code_fits_into_the_width_of_a_page(page):
+    """A block without a language, or one that is indented, would be passed over. Output and console lines scroll."""
     assert len(re.findall(r"^\s*```", page.read_text(), re.MULTILINE)) == 2 * len(fenced(page))
-
-
-def test_code_fits_into_the_width_of_a_page():
-    """Those of a desktop; what programs print, and long commands after a `$`, scroll."""
-    lines = [
-        f"{page.name}:{snippet.line + number}"
-        for page in PAGES
-        for snippet in fenced(page)
-        if snippet.language in ("python", "json", "bash")
-        for number, line in enumerate(snippet.code.splitlines())
-        if len(line) > 88
-    ]
-    assert not lines
+    code = [snippet.code for snippet in fenced(page) if snippet.language in ("python", "json", "bash")]
+    assert not [line for text in code for line in text.splitlines() if len(line) > 88]
 
 
 @pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.stem)
@@ -210,7 +199,7 @@ LONG_RUNS = {
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.slow(LONG_RUNS[page.stem])) if page.stem in LONG_RUNS else page
+        pytest.param(page, marks=[pytest.mark.slow(LONG_RUNS[page.stem])] if page.stem in LONG_RUNS else [])
         for page in pages_with("console")
     ],
     ids=lambda page: page.stem,
@@ -237,7 +226,7 @@ LONG_COMMANDS = [
     for snippet in fenced(page)
     if snippet.language in ("bash", "sh")
 ]
-"""Those that would take minutes, or make environments and wheels: what they name is there."""
+"""Commands that would take minutes, or make environments and wheels: what they name is there."""
 
 
 @cache
@@ -255,9 +244,7 @@ def test_what_a_long_command_names_is_there(page, code, capsys):
         assert not [name for name in paths if not (ROOT / name).exists()], f"{page}: {line}"
         programs = {word.rsplit("/", 1)[-1] for word in words}
         if {"deepspeed_train.py", "run.sh"} & programs and "tests/run.sh" not in words:
-            assert not [word for word in words if word.startswith("--") and word not in training_options()], (
-                f"{page}: {line}"
-            )
+            assert not [w for w in words if w.startswith("--") and w not in training_options()], f"{page}: {line}"
         if words and words[0].rsplit("/", 1)[-1] == "ds_sparse" and words[1] != "run":
             with pytest.raises(SystemExit, match="0"):
                 main([*words[1 : 3 if words[1] == "bench" else 2], "--help"])

@@ -24,30 +24,17 @@ OF_REFERENCE = [
     if name[0] != "_" and getattr(value, "__module__", None) == reference.__name__
 ]
 SHOWN = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-"""On the site; test_docs.py finds each public name there."""
+"""Names on the page of the API; test_docs.py finds each public name there."""
 
 NAMES = [name for path in SHOWN for name in (OF_REFERENCE if path == reference.__name__ else [path])]
-
-
-def found(path: str) -> Any:
-    """What a path such as `ds_sparse.ops.MatMul` names."""
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
-
 
 SECTIONS = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Examples):$", re.MULTILINE)
 
 
-def sections(docstring: str) -> dict[str, str]:
-    """The text of each section, and of what stands before them under ""."""
-    text, *rest = SECTIONS.split(docstring)
-    return {"": text} | dict(zip(rest[::2], rest[1::2]))
-
-
-def named(section: str) -> set[str]:
-    """What the entries of a section are about: `query: ...` and `key, value: ...`."""
-    entries = re.findall(r"^ {4}(\w+(?:, \w+)*): ", section, re.MULTILINE)
-    return {name for entry in entries for name in entry.split(", ")}
+def found(path: str) -> Any:
+    """The object that a path such as `ds_sparse.ops.MatMul` names."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 def faults(what: Callable[..., Any], arguments: set[str]) -> list[str]:
@@ -57,27 +44,31 @@ def faults(what: Callable[..., Any], arguments: set[str]) -> list[str]:
         return ["a docstring"]
     first, *rest = docstring.splitlines()
     lacks = [] if first.endswith(".") and (not rest or not rest[0]) else ["a summary of one line"]
-    parts = sections(docstring)
-    described = named(parts.get("Args", ""))
-    lacks += [f"argument {name}" for name in sorted(arguments - described - named(parts.get("Attributes", "")))]
+    parts = SECTIONS.split(docstring)
+    named = {
+        section: {
+            name for entry in re.findall(r"^ {4}(\w+(?:, \w+)*): ", text, re.MULTILINE) for name in entry.split(", ")
+        }
+        for section, text in zip(parts[1::2], parts[2::2])
+    }
+    described = named.get("Args", set())
+    lacks += [f"argument {name}" for name in sorted(arguments - described - named.get("Attributes", set()))]
     return lacks + [f"argument {name} in the signature" for name in sorted(described - arguments)]
 
 
 def faults_of_function(function: Callable[..., Any]) -> list[str]:
+    """What the docstring of a function lacks; one that returns something says what."""
     signature = inspect.signature(function)
     lacks = faults(function, signature.parameters.keys() - {"self"})
-    gives_nothing = signature.return_annotation in (None, "None")
-    said = sections(inspect.getdoc(function) or "").keys() & {"Returns", "Yields"}
-    return lacks if gives_nothing or said else [*lacks, "Returns"]
+    says = re.search(r"^(Returns|Yields):$", inspect.getdoc(function) or "", re.MULTILINE)
+    return lacks if says or signature.return_annotation in (None, "None") else [*lacks, "Returns"]
 
 
 def arguments_of(cls: type) -> set[str]:
-    """Those of a class's constructor, or the fields of what other methods make."""
+    """Arguments of a class's constructor, or the fields of what other methods make."""
     if dataclasses.is_dataclass(cls) and "__pydantic_fields__" not in vars(cls):
         return {field.name for field in dataclasses.fields(cls) if field.name[0] != "_"}
-    if isinstance(cls.__init__, type(object.__init__)):
-        return set()
-    return set(inspect.signature(cls).parameters)
+    return set() if isinstance(cls.__init__, type(object.__init__)) else set(inspect.signature(cls).parameters)
 
 
 def faults_of_class(cls: type) -> list[str]:
@@ -94,35 +85,25 @@ def faults_of_class(cls: type) -> list[str]:
     return lacks
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_docstring_has_what_the_signature_asks_for(name: str):
-    what = found(name)
-    lacks = faults_of_class(what) if isinstance(what, type) else faults_of_function(what)
-    assert not lacks, f"the docstring of {name} lacks {', '.join(lacks)}"
-
-
-def examples(name: str) -> list[doctest.DocTest]:
-    """Those of a name and, of a class, of its methods; each with no names but what it imports."""
-    tests = doctest.DocTestFinder().find(found(name), name, module=False, globs={"__name__": "__main__"})
-    return [test for test in tests if test.examples]
-
-
 @pytest.fixture
 def environment(one_rank: None) -> Iterator[None]:
-    """Takes back what an example that begins a process group writes into it."""
+    """Takes back what an example that begins a process group writes into the environment."""
     before = dict(os.environ)
     yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
+    os.environ.clear()
     os.environ.update(before)
 
 
 @pytest.mark.usefixtures("environment", "registry")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_examples_run_and_print_what_they_say(name: str):
+def test_a_docstring_has_what_the_signature_asks_for_and_an_example_that_runs(name: str):
+    what = found(name)
+    lacks = faults_of_class(what) if isinstance(what, type) else faults_of_function(what)
+    assert not lacks, f"the docstring of {name} lacks {', '.join(lacks)}"
     torch.manual_seed(0)
-    tests = examples(name)
+    tests = doctest.DocTestFinder().find(what, name, module=False, globs={"__name__": "__main__"})
+    tests = [test for test in tests if test.examples]
     assert name in [test.name for test in tests], f"the docstring of {name} has no example"
     said: list[str] = []
     for test in tests:

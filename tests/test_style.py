@@ -19,21 +19,13 @@ def run(tool: tuple[str, ...], *arguments: str, source: str | None = None) -> su
     return subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, check=False)
 
 
-def test_sources_keep_the_rules():
-    done = run(CHECK, ".")
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}`.venv/bin/ruff check --fix` mends what it can."
-
-
-def test_sources_are_formatted():
-    done = run(FORMAT, ".")
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}`.venv/bin/ruff format` mends it."
-
-
-@pytest.mark.slow("mypy reads all of the package")
-def test_types_agree():
-    """Ten seconds where mypy keeps nothing of an earlier run in .mypy_cache."""
-    done = run(TYPES)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}`.venv/bin/mypy` says this again."
+@pytest.mark.parametrize(
+    "command",
+    [(*CHECK, "."), (*FORMAT, "."), pytest.param(TYPES, marks=pytest.mark.slow("mypy reads all of the package"))],
+)
+def test_sources_keep_the_rules(command: tuple[str, ...]):
+    done = run(command)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}`.venv/bin/{' '.join(command)}` says this again."
 
 
 @pytest.mark.parametrize(
@@ -47,13 +39,11 @@ def test_types_agree():
 )
 def test_a_fault_is_found(tool: tuple[str, ...], source: str, found: str):
     done = run(tool, "--stdin-filename", "ds_sparse/new.py", "-", source=source)
-    assert done.returncode == 1
-    assert found in done.stdout + done.stderr
+    assert done.returncode == 1 and found in done.stdout + done.stderr
 
 
 def test_a_wrong_type_is_found(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text("import ds_sparse\n\nds_sparse.BlockIndex.build(layout=1, block=16)\n")
     done = run(TYPES, str(script))
-    assert done.returncode == 1
-    assert '"int"; expected "Tensor"' in done.stdout
+    assert done.returncode == 1 and '"int"; expected "Tensor"' in done.stdout
