@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tomllib
-from functools import cache
+from functools import cache, partial
 from html import unescape
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -27,6 +27,7 @@ from helpers import without_launcher
 from snippets import PAGES, ROOT, fenced, run_python
 
 import ds_sparse
+from benchmarks import program
 from ds_sparse.cli import main
 from ds_sparse.sparsity import sparsity_class, sparsity_modes
 from ds_sparse.sparsity._fields import json_fields
@@ -245,9 +246,14 @@ def test_what_a_long_command_names_is_there(page, code, capsys):
         programs = {word.rsplit("/", 1)[-1] for word in words}
         if {"deepspeed_train.py", "run.sh"} & programs and "tests/run.sh" not in words:
             assert not [w for w in words if w.startswith("--") and w not in training_options()], f"{page}: {line}"
+        command = None
         if words and words[0].rsplit("/", 1)[-1] == "ds_sparse" and words[1] != "run":
+            command = partial(main, [*words[1 : 3 if words[1] == "bench" else 2], "--help"])
+        elif words[1:3] == ["-m", "benchmarks"]:
+            command = partial(program.main, [words[3], "--help"])
+        if command is not None:
             with pytest.raises(SystemExit, match="0"):
-                main([*words[1 : 3 if words[1] == "bench" else 2], "--help"])
+                command()
             known = capsys.readouterr().out
             assert not [word for word in words if word.startswith("--") and word not in known], f"{page}: {line}"
         for extra in re.findall(r"\[(\w+)\]", line):
