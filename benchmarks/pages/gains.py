@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -194,7 +194,7 @@ def several_axes(columns: int, heights: Sequence[float]) -> tuple[Figure, Any]:
     """Rows of plots, with the inches that each is high."""
     figure = Figure(figsize=(7.2, sum(heights)), layout="constrained")
     figure.patch.set_alpha(0)
-    plots = figure.subplots(len(heights), columns, height_ratios=heights, squeeze=False)
+    plots: Any = figure.subplots(len(heights), columns, height_ratios=heights, squeeze=False)
     for plot in plots.flat:
         plot.patch.set_alpha(0)
         plot.tick_params(colors=TEXT, which="both")
@@ -231,7 +231,7 @@ def draw_speed() -> Figure:
 
 
 def draw_bars(
-    bars: dict[str, float], colours: Sequence[str], label: str, number: str = "{:,.0f}", least: Iterable[str] = ()
+    bars: Mapping[str, float], colours: Sequence[str], label: str, number: str = "{:,.0f}", least: Iterable[str] = ()
 ) -> Figure:
     """A bar each, the first on top; those that are the least of what may be say so, and are dashed."""
     figure, plot = axes()
