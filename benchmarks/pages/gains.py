@@ -1,8 +1,7 @@
-"""Pictures and figures of docs/what-it-gives-you.md, from committed results."""
+"""Pictures of docs/what-it-gives-you.md, from committed results."""
 
 import base64
 import io
-import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,158 +15,26 @@ from benchmarks.models import bert_results, modernbert_results
 from benchmarks.models.longest_sequence import Longest
 from benchmarks.train import results as train_results
 from ds_sparse.bench import markdown
-from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, FLOOR, LONGFORMER_MODEL, NO_ATTENTION, STRUCTURES_IN_BERT
-from ds_sparse.bench.show import load
+from ds_sparse.bench.cases import FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 
-from .tables import RESULTS, TRAINING, sources
-
-LENGTHS, ALL_LOGITS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
-LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
-LARGE_LONGEST = ("bert-large-longest-h100",)
-"""A search that came to an end for dense attention, too."""
-QUALITY, STRUCTURES, LONGER = ("train-quality-h100",), ("train-structures-h100",), ("train-quality-16k-h100",)
-DNA, DOCUMENTS = ("train-dna-h100",), ("train-documents-h100",)
-DOCUMENTS_IN_A_MINUTE = ("train-documents-minute-h100",)
-MODERNBERT = "modernbert-h200"
+from .claims import (
+    DNA,
+    DOCUMENTS,
+    DOCUMENTS_IN_A_MINUTE,
+    LARGE_LONGEST,
+    LENGTHS,
+    LONGER,
+    LONGEST,
+    MODERNBERT,
+    QUALITY,
+    STRUCTURES,
+)
+from .tables import results_of, sources, trained, tries_of
 
 TEXT, PLAIN = "#808080", "#9a9a9a"
 OURS = ("#3aa76d", "#2f8fd0", "#9a6fd8", "#17a2a2", "#7bbf3a")
 THEIRS = ("#e8833a", "#d9534f", "#c0569f", "#b08a2e", "#8f7be0", "#5fb0b7")
 """Colours that are seen on white and on black."""
-
-
-def results_of(runs: Iterable[str]) -> list[Any]:
-    return [result for name in runs for result in load(str(RESULTS / f"{name}.json"))[2]]
-
-
-def best(runs: Iterable[str], peer: str) -> str:
-    """How many times as long a peer takes as a structure: the largest of some runs, where, and dense attention's."""
-    found = [
-        (times, row.attention, case.seq_len, bert_results.over(rows, DENSE_IN_BERT, row))
-        for case, rows in results_of(runs)
-        for row in rows
-        if row.attention in STRUCTURES_IN_BERT and (times := bert_results.over(rows, peer, row)) is not None
-    ]
-    times, structure, seq_len, dense = max(found)
-    beside = "" if peer == DENSE_IN_BERT or dense is None else f" (SDPA takes {markdown.ratio(dense)} times as long)"
-    return f"{markdown.ratio(times)} times, `{structure}` at {seq_len:,} tokens{beside}"
-
-
-def tries_of(runs: Iterable[str]) -> list[tuple[bert_results.Case, bert_results.Row]]:
-    return [(case, row) for case, rows in results_of(runs) for row in rows]
-
-
-def longest_gain(runs: Iterable[str], peer: str) -> str:
-    """How many times as long as a peer's the longest sequence of ours is, and what is known of dense attention's."""
-    by_way: dict[bool, dict[str, Longest]] = {}
-    for name, one in bert_results.longest_of(tries_of(runs)):
-        by_way.setdefault(one.case.checkpointed, {})[name] = one
-    said = []
-    for checkpointed, found in by_way.items():
-        ours = max((one for name, one in found.items() if name in STRUCTURES_IN_BERT), key=lambda one: one.case.seq_len)
-        times = markdown.ratio(ours.case.seq_len / found[peer].case.seq_len)
-        way = "activations checkpointed" if checkpointed else "activations kept"
-        dense = found[DENSE_IN_BERT]
-        ended = "" if dense.is_known else ", where the search's time was over"
-        said.append(f"{ours.at_least}{times} times, {ours.case.seq_len:,} tokens ({way}; SDPA: {dense.tokens}{ended})")
-    return "; ".join(said)
-
-
-def memory_gain() -> str:
-    """Memory of a step over that of dense attention, at the longest sequence that both were tried at and fitted."""
-    fitted = [(case.seq_len, row) for case, row in tries_of(LONGEST[:1]) if not row.reason]
-    dense_at = {length: row.peak_gib for length, row in fitted if row.attention == DENSE_IN_BERT}
-    ours_at = {length: row.peak_gib for length, row in fitted if row.attention in STRUCTURES_IN_BERT}
-    seq_len = max(dense_at.keys() & ours_at.keys())
-    ours, dense = ours_at[seq_len], dense_at[seq_len]
-    return f"{markdown.ratio(ours / dense)} times: {ours:.1f} GiB, SDPA {dense:.1f}, at {seq_len:,} tokens"
-
-
-def training_gain() -> str:
-    runs = json.loads((RESULTS / f"{TRAINING}.json").read_text())["runs"]
-    dense = next(run for run in runs if run["density"] == 1)
-    fastest = max(runs, key=lambda run: run["tokens_per_second"])
-    times = markdown.ratio(fastest["tokens_per_second"] / dense["tokens_per_second"])
-    return f"{times} times, {fastest['name'].partition(',')[0]} at {dense['seq_len']:,} tokens"
-
-
-def packed_gain() -> str:
-    ((case, rows),) = results_of([MODERNBERT])
-    ms = {row.attention: row.milliseconds for row in rows}
-    times = markdown.ratio(ms[DENSE_IN_BERT] / ms[modernbert_results.OURS])
-    return f"{times} times, rows of {case.seq_len:,} tokens"
-
-
-def trained(runs: Sequence[str]) -> list[train_results.Result]:
-    """Of runs of `ds_sparse bench train`.
-
-    Raises:
-        ValueError: a job has learned nothing that could be compared.
-    """
-    found = []
-    for name in runs:
-        for case, row in results_of([name]):
-            if row.warning:
-                raise ValueError(f"{name}.json, {case.job}: {row.warning}.")
-            found.append((case, row))
-    return found
-
-
-def quality_gain() -> str:
-    """The held-out losses of structures over that of dense attention of their length, and beside them those of shorter
-    dense attention over that of the longest."""
-    said = []
-    for case, arms in train_results.arms_by_case(trained(QUALITY)).items():
-        over = {arm.name: arm.over(train_results.dense_for(arm, arms)) for arm in arms}
-        longest = max(arm.length for arm in arms)
-        shorter = [
-            f" (`{arm.name}` {markdown.ratio(over[arm.name])})" for arm in arms if arm.is_dense and arm.length < longest
-        ]
-        span = markdown.span(over[arm.name] for arm in arms if not arm.is_dense)
-        said.append(f"{span} times at equal {'tokens' if case.tokens else 'minutes'}{''.join(shorter)}")
-    return "; ".join(said)
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A line of the table."""
-
-    what: str
-    then: str
-    runs: Sequence[str]
-    said: Callable[[], str]
-
-
-CLAIMS = (
-    Claim("longest sequence, over eager attention", "10 times", LONGEST, lambda: longest_gain(LONGEST, EAGER)),
-    Claim(
-        "longest sequence of BERT-large, over dense (SDPA)",
-        "",
-        LARGE_LONGEST,
-        lambda: longest_gain(LARGE_LONGEST, DENSE_IN_BERT),
-    ),
-    Claim("memory of a step of BERT-base, over dense (SDPA)", "", LONGEST[:1], memory_gain),
-    Claim("step of BERT-base, over dense (SDPA)", "up to 6.3 times faster", LENGTHS, lambda: best(LENGTHS, "sdpa")),
-    Claim("the same, logits of all tokens", "", ALL_LOGITS, lambda: best(ALL_LOGITS, "sdpa")),
-    Claim("training by DeepSpeed, over dense (SDPA)", "", [TRAINING], training_gain),
-    Claim("step of ModernBERT on packed documents, over SDPA", "", [MODERNBERT], packed_gain),
-    Claim("step of BERT-base, over Longformer", "1.5 times faster", LENGTHS, lambda: best(LENGTHS, LONGFORMER_MODEL)),
-    Claim("held-out loss, over dense of the same length", "as good", QUALITY, quality_gain),
-)
-
-
-def claims() -> str:
-    """The table of what was said in 2020 and what runs measured."""
-    lines = [
-        [claim.what, claim.then, claim.said(), machines(claim.runs), ", ".join(f"`{name}`" for name in claim.runs)]
-        for claim in CLAIMS
-    ]
-    return markdown.Table(["what", "said in 2020, on V100", "here", "GPU", "run"], lines).in_markdown()
-
-
-def machines(runs: Sequence[str]) -> str:
-    found = dict.fromkeys(json.loads((RESULTS / f"{name}.json").read_text())["machine"] for name in runs)
-    return ", ".join(name.removeprefix("NVIDIA ") for name in found)
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -179,7 +46,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def bar_colours(names: Iterable[str]) -> list[str]:
-    """Of bars that are named by an attention, or by one and what else is told of it after a comma."""
+    """Colours of bars that are named by an attention, or by one and what else is told of it after a comma."""
     attentions = [name.partition(",")[0] for name in names]
     colour_of = colours(dict.fromkeys(attentions))
     return [colour_of[name] for name in attentions]
@@ -357,62 +224,45 @@ class Picture:
     below: Callable[[], str] = lambda: ""
 
 
+def curves(runs: Sequence[str], about: str, has_tables: bool = True) -> Picture:
+    """Held-out losses of a training run, with the tables of its arms."""
+    return Picture(runs, partial(draw_curves, runs), about, partial(train_tables, runs) if has_tables else lambda: "")
+
+
+def measure(runs: Sequence[str], name: str, label: str, about: str) -> Picture:
+    """A measure of the arms of a training run, with their tables."""
+    return Picture(runs, partial(draw_measure, runs, name, label), about, partial(train_tables, runs))
+
+
+def longest(runs: Sequence[str], about: str) -> Picture:
+    return Picture(runs, partial(draw_longest, runs), f"The longest sequence{about}")
+
+
 GAINS = {
     "speed": Picture(LENGTHS, draw_speed, "Tokens a second of a step of BERT-base against the length, by attention"),
-    "longest": Picture(
-        LONGEST,
-        partial(draw_longest, LONGEST),
-        "The longest sequence that fits, by attention; dashed where the search ended by its time",
+    "longest": longest(LONGEST, " that fits, by attention; dashed where the search ended by its time"),
+    "longest_large": longest(LARGE_LONGEST, " of BERT-large that fits; as long for dense attention as for bigbird-64"),
+    "quality": curves(
+        QUALITY, "Held-out loss against tokens and against seconds, by arm; below it each seed at the end"
     ),
-    "longest_large": Picture(
-        LARGE_LONGEST,
-        partial(draw_longest, LARGE_LONGEST),
-        "The longest sequence of BERT-large that fits, by attention; as long for dense attention as for bigbird-64",
+    "structures": curves(
+        STRUCTURES, "Held-out loss of other structures, and of a dense model that goes on with 4,096 tokens"
     ),
-    "quality": Picture(
-        QUALITY,
-        partial(draw_curves, QUALITY),
-        "Held-out loss against tokens and against seconds, by arm; below it that of each seed at the end",
-        partial(train_tables, QUALITY),
+    "longer": curves(LONGER, "Held-out loss with sequences of 16,384 tokens"),
+    "dna": measure(DNA, "gene_f1", "F1 of genes on held-out sequences, percent", "F1 of genes that are found, by arm"),
+    "dna_losses": curves(
+        DNA, "Held-out loss of masked bases, then of genes, against seconds, by arm", has_tables=False
     ),
-    "structures": Picture(
-        STRUCTURES,
-        partial(draw_curves, STRUCTURES),
-        "Held-out loss of the other structures, and of a dense model of 512 tokens that goes on with 4,096",
-        partial(train_tables, STRUCTURES),
-    ),
-    "longer": Picture(
-        LONGER,
-        partial(draw_curves, LONGER),
-        "Held-out loss with sequences of 16,384 tokens",
-        partial(train_tables, LONGER),
-    ),
-    "dna": Picture(
-        DNA,
-        partial(draw_measure, DNA, "gene_f1", "F1 of genes on held-out sequences, percent"),
-        "F1 of genes that are found, by arm",
-        partial(train_tables, DNA),
-    ),
-    "dna_losses": Picture(
-        DNA, partial(draw_curves, DNA), "Held-out loss of masked bases, then of genes, against seconds, by arm"
-    ),
-    "documents": Picture(
+    "documents": measure(
         DOCUMENTS,
-        partial(draw_measure, DOCUMENTS, "macro_f1", "macro F1 of packages on held-out files, percent"),
+        "macro_f1",
+        "macro F1 of packages on held-out files, percent",
         "Macro F1 of packages that source files belong to, by arm",
-        partial(train_tables, DOCUMENTS),
     ),
-    "documents_losses": Picture(
-        DOCUMENTS,
-        partial(draw_curves, DOCUMENTS),
-        "Held-out loss of masked tokens, then of packages, against seconds, by arm",
+    "documents_losses": curves(
+        DOCUMENTS, "Held-out loss of masked tokens, then of packages, against seconds, by arm", has_tables=False
     ),
-    "documents_minute": Picture(
-        DOCUMENTS_IN_A_MINUTE,
-        partial(draw_curves, DOCUMENTS_IN_A_MINUTE),
-        "The same losses in one minute, with more arms",
-        partial(train_tables, DOCUMENTS_IN_A_MINUTE),
-    ),
+    "documents_minute": curves(DOCUMENTS_IN_A_MINUTE, "The same losses in one minute, with more arms"),
     "packed": Picture([MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from markdown import Extension, Markdown
 from markdown.preprocessors import Preprocessor
 
-from . import gains, keys, plans, tables, training
+from . import claims, gains, keys, plans, tables, training
 
 MARK = re.compile(r"<!-- made: (\w+)((?: \S+)*) -->")
 
 MAKERS: dict[str, Callable[..., str]] = {
-    "claims": gains.claims,
+    "claims": claims.claims,
     "gain": gains.shown,
     "keys": keys.table,
     "losses": training.picture,

@@ -3,9 +3,13 @@
 import contextlib
 import io
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.models import bert_results
 from benchmarks.program import register
+from benchmarks.train import results as train_results
 from ds_sparse.bench import markdown
 from ds_sparse.bench.show import load, show_run
 
@@ -55,6 +59,31 @@ def sources(runs: list[str]) -> str:
     return markdown.sources(
         [load(str(RESULTS / f"{name}.json"))[0] for name in runs], [f"benchmark-runs.md#{name}" for name in runs]
     )
+
+
+def results_of(runs: Iterable[str]) -> list[Any]:
+    """Cases and rows of some runs."""
+    return [result for name in runs for result in load(str(RESULTS / f"{name}.json"))[2]]
+
+
+def tries_of(runs: Iterable[str]) -> list[tuple[bert_results.Case, bert_results.Row]]:
+    """Tries of searches for the longest sequence."""
+    return [(case, row) for case, rows in results_of(runs) for row in rows]
+
+
+def trained(runs: Sequence[str]) -> list[train_results.Result]:
+    """Jobs of runs of `python -m benchmarks train`.
+
+    Raises:
+        ValueError: a job has learned nothing that could be compared.
+    """
+    found = []
+    for name in runs:
+        for case, row in results_of([name]):
+            if row.warning:
+                raise ValueError(f"{name}.json, {case.job}: {row.warning}.")
+            found.append((case, row))
+    return found
 
 
 def training() -> str:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.pages import gains
+from benchmarks.pages import claims, gains, tables
 
 SAID = [
     "22 times, 428,032 tokens (activations kept; SDPA: at least 262,144, where the search's time was over); at least "
@@ -23,12 +23,12 @@ SAID = [
 
 
 def rows(run):
-    return json.loads((gains.RESULTS / f"{run}.json").read_text())["rows"]
+    return json.loads((tables.RESULTS / f"{run}.json").read_text())["rows"]
 
 
 def test_claims_are_those_of_the_runs():
-    assert [claim.said() for claim in gains.CLAIMS] == SAID
-    assert "| up to 6.3 times faster | 25 times, `longformer-64` at 131,072 tokens | H200 | `bert-le" in gains.claims()
+    assert [claim.said() for claim in claims.CLAIMS] == SAID
+    assert "| up to 6.3 times faster | 25 times, `longformer-64` at 131,072 tokens | H200 | `bert-le" in claims.claims()
 
 
 def test_speed_is_tokens_a_second():
@@ -63,11 +63,11 @@ def test_curves_end_at_the_means_that_the_table_has():
 
 def test_jobs_that_learned_nothing_are_not_shown(monkeypatch, tmp_path):
     (run,) = gains.QUALITY
-    data = json.loads((gains.RESULTS / f"{run}.json").read_text())
+    data = json.loads((tables.RESULTS / f"{run}.json").read_text())
     data["rows"][1]["held_out"] = data["rows"][1]["unigram"]
     (tmp_path / f"{run}.json").write_text(json.dumps(data))
-    monkeypatch.setattr(gains, "RESULTS", tmp_path)
-    for make in (gains.quality_gain, gains.GAINS["quality"].below, gains.GAINS["quality"].draw):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for make in (claims.quality_gain, gains.GAINS["quality"].below, gains.GAINS["quality"].draw):
         with pytest.raises(ValueError, match=f"{run}.json, .*: this job did not leave the unigram cross-entropy"):
             make()
 
