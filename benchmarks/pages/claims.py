@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.models import bert_results, modernbert_results
+from benchmarks.models.longest_sequence import Longest
 from benchmarks.train import results as train_results
 from ds_sparse.bench import markdown
 from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, LONGFORMER_MODEL, STRUCTURES_IN_BERT
@@ -36,7 +37,7 @@ def best(runs: Iterable[str], peer: str) -> str:
 
 def longest_gain(runs: Iterable[str], peer: str) -> str:
     """How many times as long as a peer's the longest sequence of ours is, and what is known of dense attention's."""
-    by_way: dict[bool, dict[str, bert_results.Found]] = {}
+    by_way: dict[bool, dict[str, Longest]] = {}
     for name, one in bert_results.longest_of(tries_of(runs)):
         by_way.setdefault(one.case.checkpointed, {})[name] = one
     said = []

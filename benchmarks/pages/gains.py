@@ -12,9 +12,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from benchmarks.models import bert_results, modernbert_results
-from benchmarks.models.longest_sequence import Longest
 from benchmarks.train import results as train_results
-from ds_sparse.bench import markdown
 from ds_sparse.bench.cases import FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 
 from .claims import (

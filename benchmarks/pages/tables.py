@@ -11,6 +11,7 @@ from benchmarks.models import bert_results
 from benchmarks.program import register
 from benchmarks.train import results as train_results
 from ds_sparse.bench import markdown
+from ds_sparse.bench.registry import operation
 from ds_sparse.bench.show import load, show_run
 
 register()
@@ -47,7 +48,7 @@ def table(runs: str, which: str | None = None) -> str:
     """
     loaded = [load(str(RESULTS / f"{name}.json")) for name in runs.split(",")]
     run, options, _ = loaded[0]
-    found = markdown.tables(run.operation, options, [result for _, _, results in loaded for result in results])
+    found = operation(run.operation).tables([result for _, _, results in loaded for result in results], options)
     if which is None and len(found) > 1:
         raise ValueError(f"{runs}: name one of the tables {', '.join(found)}.")
     made = found[which or next(iter(found))].in_markdown()

@@ -224,7 +224,7 @@ class BaseTask(Task):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         sequences: Sequences,
         windows: Windows,
         held_out: Batch,
