@@ -8,23 +8,20 @@ ranks.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ds_sparse.ranks import from_rank_0
-
 import universal
-from damage import read_state, sealed, wrong_with
-from files import checksum, flush, reason, write_atomically
-from plain_data import LOADING_ERRORS, plain_data_only, why
-from report import say
+from files import LOADING_ERRORS, checksum, flush, plain_data_only, reason, why, write_atomically, wrong_with
+from report import on_rank_0, say
 
 KEPT = 2
 STATE = "state.json"
@@ -34,14 +31,11 @@ _WAY_OUT = "put back a copy, or start a new run without --resume."
 
 
 class Checkpoint(NamedTuple):
-    folder: Path
-    """The folder of all checkpoints of the run."""
-    tag: str
-    position: dict[str, Any]
-    """As it was given to `save`."""
-    ranks: int
-    """The number of ranks that wrote it."""
-    damaged: list[str]
+    path: Path
+    """Its folder, in that of all checkpoints of the run."""
+    state: dict[str, Any]
+    """The `terms` and the `position` that were given to `save`, and the number of `ranks` that wrote it."""
+    damaged: list[Path]
     """Checkpoints that would have come before this one; `load` sets them aside."""
 
 
@@ -57,102 +51,58 @@ def save(engine: Any, folder: Path, step: int, terms: dict[str, Any], position: 
         position: where the run is; plain JSON values.
 
     Raises:
-        ValueError: a file cannot be written, on all ranks; the checkpoint before it stays in force.
+        ValueError: a file cannot be written; the checkpoint before it stays in force.
     """
-    tag = _at_rank_0(lambda: _begin(folder, step))
-    files, failure = _write(engine, folder, tag)
-    written = _from_all((files, failure))
-    failure = next((failure for _, failure in written if failure), None)
-    if failure is None:
-        files = {name: facts for files, _ in written for name, facts in files.items()}
+    path, files = folder / f"step{step}", {}
+    try:
+        path = on_rank_0(lambda: _begin(folder, step))
+        engine.save_checkpoint(str(folder), tag=path.name, save_latest=False)
+        mine = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_mine(file.name)]
+        sums = {}
+        for file in mine:
+            sums[file.relative_to(path).as_posix()] = {"bytes": file.stat().st_size, "checksum": checksum(file)}
+            flush(file)
+        for of_rank in _from_all(sums):
+            files |= of_rank
         state = {"terms": terms, "position": position, "ranks": dist.get_world_size(), "files": files}
-        failure = from_rank_0(_put_in_force(folder, tag, state) if dist.get_rank() == 0 else None)
-    if failure is not None:
-        raise ValueError(_at_rank_0(lambda: _give_up(folder, tag, failure)))
-    _at_rank_0(lambda: _remove(folder / tag for tag in _tags(folder)[:-KEPT]))
+        on_rank_0(lambda: _put_in_force(path, state))
+    except (OSError, RuntimeError) as error:  # the second is what torch.save raises where the disk is full
+        words = reason(error)
+        words = f"PyTorch could not write a file ({words})" if isinstance(error, RuntimeError) else words
+        raise ValueError(_give_up(path, words)) from error
 
 
-def _begin(folder: Path, step: int) -> str:
-    """Makes the folder of a new checkpoint, after removing what a kill left unfinished; its name."""
+def _begin(folder: Path, step: int) -> Path:
+    """Makes the folder of a new checkpoint, after removing what a kill left unfinished."""
     in_force, _ = _latest(folder)
     universal.remove_left_over(folder)
-    _remove(folder / tag for tag in _tags(folder) if in_force is None or _order(tag) > _order(in_force))
-    taken = {path.name.removesuffix(".damaged") for path in folder.iterdir()}
-    tag, again = f"step{step}", 0
-    while tag in taken:
-        again += 1
-        tag = f"step{step}.{again}"
-    (folder / tag).mkdir()
-    return tag
+    for path in _all(folder):
+        if in_force is None or _order(path) > _order(in_force):
+            shutil.rmtree(path)
+    names = itertools.chain([f"step{step}"], (f"step{step}.{again}" for again in itertools.count(1)))
+    name = next(name for name in names if not any((folder / f"{name}{end}").exists() for end in ("", ".damaged")))
+    (folder / name).mkdir()
+    return folder / name
 
 
-def _write(engine: Any, folder: Path, tag: str) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Writes all but state.json; the size and checksum of this rank's files, by name, or why they cannot be written."""
-    files = {}
-    try:
-        with _failures_kept(engine) as failures:
-            engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-        if failures:
-            raise failures[0]
-        for path in sorted((folder / tag).rglob("*")):
-            name = path.relative_to(folder / tag).as_posix()
-            if path.is_file() and _owner(name) == dist.get_rank():
-                files[name] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
-                flush(path)
-    except OSError as error:
-        return {}, reason(error)
-    except RuntimeError as error:  # what torch.save raises where the disk is full
-        return {}, f"PyTorch could not write a file ({reason(error)})"
-    return files, None
+def _put_in_force(path: Path, state: dict[str, Any]) -> None:
+    write_atomically(path / STATE, sealed(state))
+    flush(path.parent)
+    write_atomically(path.parent / "latest", path.name)
+    for old in _all(path.parent)[:-KEPT]:
+        shutil.rmtree(old)
 
 
-@contextmanager
-def _failures_kept(engine: Any) -> Iterator[list[OSError | RuntimeError]]:
-    """Keeps what stops DeepSpeed from writing until all ranks are through: those that go on would wait for one that
-    stops. Beside what its writer writes, rank 0 copies scripts."""
-    failures: list[OSError | RuntimeError] = []
-
-    def kept(write: Callable[..., Any]) -> Callable[..., None]:
-        def attempt(*args: Any, **kwargs: Any) -> None:
-            try:
-                write(*args, **kwargs)
-            except (OSError, RuntimeError) as error:
-                failures.append(error)
-
-        return attempt
-
-    writers = [(engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script")]
-    writers = [(owner, name) for owner, name in writers if hasattr(owner, name)]
-    for owner, name in writers:
-        setattr(owner, name, kept(getattr(owner, name)))
-    try:
-        yield failures
-    finally:
-        for owner, name in writers:
-            delattr(owner, name)
-
-
-def _put_in_force(folder: Path, tag: str, state: dict[str, Any]) -> str | None:
-    """Writes state.json and moves `latest`; why that cannot be done."""
-    try:
-        write_atomically(folder / tag / STATE, sealed(state))
-        flush(folder)
-        write_atomically(folder / "latest", tag)
-    except OSError as error:
-        return reason(error)
-    return None
-
-
-def _give_up(folder: Path, tag: str, failure: str) -> str:
+def _give_up(path: Path, words: str) -> str:
     """Removes what there is of a checkpoint that cannot be written, and says so."""
-    free = shutil.disk_usage(folder).free / 2**30
-    in_force, _ = _latest(folder)
-    if in_force != tag:
-        shutil.rmtree(folder / tag, ignore_errors=True)
-    left = f"{in_force} stays in force" if in_force else "there is none before it"
+    free = shutil.disk_usage(path.parent).free / 2**30
+    in_force, _ = _latest(path.parent)
+    if dist.get_rank() == 0 and in_force != path:
+        shutil.rmtree(path, ignore_errors=True)
+    left = f"{in_force.name} stays in force" if in_force else "there is none before it"
     return (
-        f"The checkpoint {folder / tag} cannot be written: {failure} ({free:.2f} GiB were free there); {left}. Make "
-        "room, then continue with --resume."
+        f"The checkpoint {path} cannot be written: {words} ({free:.2f} GiB were free there); {left}. Make room, then "
+        "continue with --resume."
     )
 
 
@@ -168,40 +118,40 @@ def find(folder: Path, terms: dict[str, Any]) -> Checkpoint | None:
     Raises:
         ValueError: the checkpoint was made under other terms, or none is whole.
     """
-    tags, remarks = _at_rank_0(lambda: _candidates(folder))
-    for tried, tag in enumerate(tags):
-        state, damage = _examine(folder / tag, terms)
+    paths, remarks = on_rank_0(lambda: _candidates(folder))
+    for tried, path in enumerate(paths):
+        state, damage = on_rank_0(lambda file=path / STATE: read_state(file))
+        if damage is None:
+            _check_terms(path, state["terms"], terms)
+            damage = next(filter(None, _from_all(_damage(path, state))), None)
         if damage is not None:
             remarks.append(damage)
             continue
         for remark in remarks:
             say(f"{remark}.")
-        if remarks and tag != from_rank_0(_latest(folder)[0]):
-            lost = _order(tags[0])[0] - _order(tag)[0]
+        if remarks and path != on_rank_0(lambda: _latest(folder)[0]):
+            lost = _order(paths[0])[0] - _order(path)[0]
             again = f"; the {lost} steps after it are trained again" if lost > 0 else ""
-            say(f"{folder / tag} is whole and is taken instead{again}.")
-        return Checkpoint(folder, tag, state["position"], state["ranks"], tags[:tried])
+            say(f"{path} is whole and is taken instead{again}.")
+        return Checkpoint(path, state, paths[:tried])
     if remarks:
         raise ValueError(f"{'. '.join(remarks)}. No checkpoint in {folder} is whole; {_WAY_OUT}")
     return None
 
 
-def _candidates(folder: Path) -> tuple[list[str], list[str]]:
+def _candidates(folder: Path) -> tuple[list[Path], list[str]]:
     """The checkpoints to try, the one in force first and then the newest, and what there is to say before."""
     in_force, wrong = _latest(folder)
-    finished = [tag for tag in reversed(_tags(folder)) if (folder / tag / STATE).exists()]
-    remarks = [wrong] if wrong and (finished or (folder / "latest").exists()) else []
+    finished = [path for path in reversed(_all(folder)) if (path / STATE).exists()]
     if in_force is None:
-        return finished, remarks
-    newer = [tag for tag in finished if _order(tag) > _order(in_force)]
-    if newer:
-        remarks.append(
-            f"{folder / 'latest'} names {in_force}; {newer[0]} is newer, and goes when the next checkpoint is written"
-        )
-    return [in_force, *(tag for tag in finished if tag != in_force)], remarks
+        return finished, [wrong] if finished or (folder / "latest").exists() else []
+    newer = [path.name for path in finished if _order(path) > _order(in_force)]
+    goes = f"names {in_force.name}; {newer[0]} is newer, and goes when the next checkpoint is written" if newer else ""
+    others = [path for path in finished if path != in_force]
+    return [in_force, *others], [f"{folder / 'latest'} {goes}"] if newer else []
 
 
-def _latest(folder: Path) -> tuple[str | None, str | None]:
+def _latest(folder: Path) -> tuple[Path | None, str]:
     """The checkpoint that is in force, or what is wrong with the file that names it."""
     file = folder / "latest"
     try:
@@ -212,16 +162,7 @@ def _latest(folder: Path) -> tuple[str | None, str | None]:
         return None, f"{file} cannot be read ({reason(error)})"
     if not _TAG.fullmatch(tag):
         return None, f"{file} holds {tag[:40]!r}, which is no checkpoint's name" if tag else f"{file} is empty"
-    return (tag, None) if (folder / tag).is_dir() else (None, f"{file} names {tag}, which is not there")
-
-
-def _examine(path: Path, terms: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """What state.json of a checkpoint holds, and what is damaged in the checkpoint, the same on every rank."""
-    state, damage = from_rank_0(read_state(path / STATE) if dist.get_rank() == 0 else None)
-    if damage is None:
-        _check_terms(path, state["terms"], terms)
-        damage = next(filter(None, _from_all(_damage(path, state))), None)
-    return state, damage
+    return (folder / tag, "") if (folder / tag).is_dir() else (None, f"{file} names {tag}, which is not there")
 
 
 def _check_terms(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -235,18 +176,36 @@ def _check_terms(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
 
 def _damage(path: Path, state: dict[str, Any]) -> str | None:
     """What is wrong with the first damaged file of this rank."""
-    for name, written in state["files"].items():
-        if _owner(name) == dist.get_rank():
-            wrong = wrong_with(path / name, written)
-            if wrong is not None:
-                return f"{path / name} {wrong}"
-    return None
+    found = ((path / name, wrong_with(path / name, facts)) for name, facts in state["files"].items() if _is_mine(name))
+    return next((f"{file} {wrong}" for file, wrong in found if wrong), None)
+
+
+def sealed(state: dict[str, Any]) -> str:
+    """The text of a state.json, which ends in a checksum of its own."""
+    return json.dumps({**state, "seal": hashlib.sha256(json.dumps(state).encode()).hexdigest()})
+
+
+def read_state(file: Path) -> tuple[dict[str, Any], str | None]:
+    """What a state.json holds, and what is wrong with it."""
+    try:
+        text = file.read_text()
+        state = json.loads(text)
+    except FileNotFoundError:
+        return {}, f"{file} is missing"
+    except (OSError, ValueError, RecursionError) as error:
+        empty = file.is_file() and not file.stat().st_size
+        return {}, f"{file} is empty" if empty else f"{file} is damaged: {reason(error)}"
+    if not isinstance(state, dict) or not all(isinstance(state.get(k), dict) for k in ("terms", "position", "files")):
+        return {}, f"{file} is damaged: it holds no terms, position and files"
+    if text != sealed({key: value for key, value in state.items() if key != "seal"}):
+        return {}, f"{file} is damaged: what it holds does not fit its own checksum"
+    return state, None
 
 
 def kept(folder: Path) -> dict[str, int]:
     """The bytes of each finished checkpoint, by its name, the newest last."""
-    finished = [tag for tag in _tags(folder) if (folder / tag / STATE).exists()]
-    return {tag: sum(path.stat().st_size for path in (folder / tag).rglob("*") if path.is_file()) for tag in finished}
+    finished = [path for path in _all(folder) if (path / STATE).exists()]
+    return {path.name: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in finished}
 
 
 def load(engine: Any, checkpoint: Checkpoint) -> None:
@@ -257,65 +216,45 @@ def load(engine: Any, checkpoint: Checkpoint) -> None:
     Raises:
         ValueError: DeepSpeed cannot load it.
     """
-    folder, tag, _, ranks, damaged = checkpoint
+    path = checkpoint.path
     try:
         with plain_data_only():
-            if ranks != dist.get_world_size() and engine.zero_optimization():
-                path = universal.load(engine, folder, tag, _at_rank_0, wait=dist.barrier)
+            if checkpoint.state["ranks"] != dist.get_world_size() and engine.zero_optimization():
+                loaded = universal.load(engine, path)
             else:
-                path, _ = engine.load_checkpoint(str(folder), tag=tag)
-        if path is None:
+                loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is None:
             raise ValueError("DeepSpeed finds no files of its own there")
     except LOADING_ERRORS as error:
         raise ValueError(
-            f"The checkpoint {folder / tag} cannot be loaded: {why(error)}. Write the name of an older one beside "
-            f"it into {folder / 'latest'}, or {_WAY_OUT}"
+            f"The checkpoint {path} cannot be loaded: {why(error)}. Write the name of an older one beside it into "
+            f"{path.parent / 'latest'}, or {_WAY_OUT}"
         ) from error
-    _at_rank_0(lambda: _set_aside(folder, tag, damaged))
+    on_rank_0(lambda: _set_aside(checkpoint))
 
 
-def _set_aside(folder: Path, tag: str, damaged: list[str]) -> None:
-    if _latest(folder)[0] != tag:
-        write_atomically(folder / "latest", tag)
-    for name in damaged:
-        os.replace(folder / name, folder / f"{name}.damaged")
+def _set_aside(checkpoint: Checkpoint) -> None:
+    if _latest(checkpoint.path.parent)[0] != checkpoint.path:
+        write_atomically(checkpoint.path.with_name("latest"), checkpoint.path.name)
+    for path in checkpoint.damaged:
+        os.replace(path, path.with_name(f"{path.name}.damaged"))
 
 
-def _tags(folder: Path) -> list[str]:
-    """The names of all checkpoints, finished or not, the newest last."""
-    return sorted((path.name for path in folder.glob("step*/") if _TAG.fullmatch(path.name)), key=_order)
+def _all(folder: Path) -> list[Path]:
+    """All checkpoints, finished or not, the newest last."""
+    return sorted((path for path in folder.glob("step*/") if _TAG.fullmatch(path.name)), key=_order)
 
 
-def _order(tag: str) -> tuple[int, int]:
+def _order(path: Path) -> tuple[int, int]:
     """The step of a checkpoint, and how many of that step were there before it."""
-    step, again = _TAG.fullmatch(tag).groups(default="0")
+    step, again = _TAG.fullmatch(path.name).groups(default="0")
     return int(step), int(again)
 
 
-def _owner(name: str) -> int:
-    """The rank that a file of a checkpoint is verified by: on as many ranks as wrote it, the one whose states it holds,
-    or rank 0."""
-    rank = _OWNER.search(name)
-    return int(rank[1]) % dist.get_world_size() if rank else 0
-
-
-def _remove(folders: Iterable[Path]) -> None:
-    for path in folders:
-        shutil.rmtree(path)
-
-
-def _at_rank_0(do: Callable[[], Any]) -> Any:
-    """What `do` returns on rank 0, on every rank; a failure of it ends all ranks in the same sentence."""
-    outcome = None, None
-    if dist.get_rank() == 0:
-        try:
-            outcome = do(), None
-        except OSError as error:
-            outcome = None, f"{error.filename}: {reason(error)}; mend that, then continue with --resume."
-    value, failure = from_rank_0(outcome)
-    if failure is not None:
-        raise ValueError(failure)
-    return value
+def _is_mine(name: str) -> bool:
+    """Whether this rank verifies a file: the one whose states it holds does, or rank 0."""
+    owner = _OWNER.search(name)
+    return (int(owner[1]) % dist.get_world_size() if owner else 0) == dist.get_rank()
 
 
 def _from_all(value: Any) -> list[Any]:

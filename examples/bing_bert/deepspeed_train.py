@@ -41,7 +41,7 @@ import run_folders
 import universal
 from curves import draw_loss_curve
 from data import DROPOUT, Batch, PretrainingData, draw_seed, open_corpus
-from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
+from deepspeed_json import load_kernels, read_deepspeed_config
 from earlier_weights import take_weights
 from files import reason
 from masked_lines import MaskedLines
@@ -199,9 +199,9 @@ class Position:
         if checkpoint is None:
             return cls(step=0)
         try:
-            return TypeAdapter(cls).validate_python(checkpoint.position)
+            return TypeAdapter(cls).validate_python(checkpoint.state["position"])
         except ValidationError as error:
-            file = checkpoint.folder / checkpoint.tag / checkpoints.STATE
+            file = checkpoint.path / checkpoints.STATE
             raise ValueError(f"{file}: position: {mistakes(error)}.") from error
 
 
@@ -466,7 +466,7 @@ def find_checkpoint(run: TrainingRun) -> checkpoints.Checkpoint | None:
     if found is None:
         say(f"{run.name}: {run.folder.parent} has no checkpoint of it yet; it starts from step 0.")
     else:
-        universal.require_movable(run.config, found.ranks, dist.get_world_size(), run.args.deepspeed_config)
+        universal.require_movable(run.config, found.state["ranks"], dist.get_world_size(), run.args.deepspeed_config)
     return found
 
 
@@ -488,12 +488,11 @@ def main() -> int:
     args = parse_arguments()
     say(DEVICE_SENTENCE)
     model_config = BertConfig.read(args.config_file)
-    config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers)
+    heads, layers = model_config.num_attention_heads, model_config.num_hidden_layers
+    config = read_deepspeed_config(args, heads, layers, DEVICE)
     ds_sparse.init_distributed(verbose=False)
-    config = adapt_to_device(config, DEVICE)
-    optimizer = check_for_deepspeed(config, args.deepspeed_config)
     if not args.dry_run:
-        load_kernels(optimizer, args.deepspeed_config)
+        load_kernels(config, args.deepspeed_config)
         say(f"{how_long(args.max_steps, args.max_minutes)}, and --resume continues it.")  # the corpus takes a while
 
     corpus = open_corpus(args.corpus, model_config.vocab_size, args.text_column, keeps=not args.dry_run)

@@ -9,11 +9,7 @@ import torch
 from torch import nn
 
 import checkpoints
-from damage import read_state
-from plain_data import LOADING_ERRORS, plain_data_only, why
-
-WEIGHTS = "mp_rank_00_model_states.pt"
-"""DeepSpeed's name for the weights, unless ZeRO 3 deals them to ranks."""
+from files import LOADING_ERRORS, plain_data_only, why
 
 POSITIONS = "bert.embeddings.position_embeddings.weight"
 
@@ -33,15 +29,14 @@ def take_weights(model: nn.Module, run: Path, same: dict[str, Any]) -> None:
     checkpoint = checkpoints.find(run / "checkpoints", same)
     if checkpoint is None:
         raise ValueError(f"--weights-from {run}: has no checkpoint; name a run's folder, such as 0001/dense.")
-    folder = checkpoint.folder / checkpoint.tag
-    state, _ = read_state(folder / checkpoints.STATE)
+    file = checkpoint.path / "mp_rank_00_model_states.pt"  # DeepSpeed's name, unless ZeRO 3 deals weights to ranks
     try:
         with plain_data_only():
-            found = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)["module"]
+            found = torch.load(file, map_location="cpu", weights_only=True)["module"]
     except LOADING_ERRORS as error:
-        raise ValueError(f"--weights-from {run}: {folder / WEIGHTS} cannot be loaded: {why(error)}.") from error
+        raise ValueError(f"--weights-from {run}: {file} cannot be loaded: {why(error)}.") from error
     for name, parameter in model.named_parameters():
         weight = found[name]
         if name == POSITIONS:
-            weight = weight[torch.arange(len(parameter)) % state["terms"]["max_seq_length"]]
+            weight = weight[torch.arange(len(parameter)) % checkpoint.state["terms"]["max_seq_length"]]
         parameter.data.copy_(weight)

@@ -9,19 +9,21 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import harmonic_mean, median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
 from tqdm import tqdm
 
 from ds_sparse.plan.utilisation import MFU, TFLOPS, TOKENS, in_words
-from ds_sparse.ranks import rank
+from ds_sparse.ranks import from_rank_0, rank
 
 from files import write_atomically
+
+T = TypeVar("T")
 
 
 def say(text: str) -> None:
@@ -29,6 +31,20 @@ def say(text: str) -> None:
     if rank() == 0:
         tqdm.write(text)
         sys.stdout.flush()
+
+
+def on_rank_0(do: Callable[[], T]) -> T:
+    """What `do` returns on rank 0, on every rank; an OSError or ValueError of it ends them all."""
+    value = failure = None
+    if rank() == 0:
+        try:
+            value = do()
+        except (OSError, ValueError) as error:
+            failure = error
+    value, failure = from_rank_0((value, failure))
+    if failure is not None:
+        raise failure
+    return value
 
 
 def mistakes(error: ValidationError) -> str:

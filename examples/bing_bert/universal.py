@@ -9,18 +9,16 @@ from __future__ import annotations
 import argparse
 import copy
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
 
-from plain_data import LOADING_ERRORS, why
-
-MOVED = ("adam", "adamw")
-"""Optimizers whose states universal checkpoints have."""
+from files import LOADING_ERRORS, why
+from report import on_rank_0
 
 
 def require_movable(config: dict[str, Any], written_by: int, ranks: int, source: str) -> None:
@@ -31,11 +29,9 @@ def require_movable(config: dict[str, Any], written_by: int, ranks: int, source:
         written_by: the number of ranks that wrote it.
     """
     stage = config.get("zero_optimization", {}).get("stage", 0)
-    if written_by == ranks or stage == 0:
-        return
     optimizer = config["optimizer"]
     kind, amsgrad = optimizer["type"], optimizer["params"].get("amsgrad", False)
-    if kind.lower() not in MOVED or amsgrad:
+    if written_by != ranks and stage and (kind.lower() not in ("adam", "adamw") or amsgrad):
         raise ValueError(
             f"{source}: the checkpoint is of {written_by} ranks, and there are {ranks}. With ZeRO stage {stage} "
             f"DeepSpeed moves the states of Adam and AdamW to another number of ranks, not those of {kind}"
@@ -44,22 +40,20 @@ def require_movable(config: dict[str, Any], written_by: int, ranks: int, source:
         )
 
 
-def load(
-    engine: Any, folder: Path, tag: str, at_rank_0: Callable[[Callable[[], Any]], Any], wait: Callable[[], Any]
-) -> str | None:
+def load(engine: Any, path: Path) -> str | None:
     """Loads a checkpoint that another number of ranks wrote into an engine with ZeRO; None where DeepSpeed finds none.
 
-    Args:
-        at_rank_0: does something on rank 0, for which all ranks wait.
-        wait: waits for all ranks.
+    Raises:
+        ValueError: DeepSpeed makes no universal checkpoint of it.
     """
-    made = folder / f".{tag}.universal"
-    failure = at_rank_0(lambda: _convert(folder / tag, made))
-    if failure is not None:
-        raise ValueError(failure)
+    made = path.with_name(f".{path.name}.universal")
+    on_rank_0(lambda: _convert(path, made))
     decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
-    with _told_to_load_universal(engine):
-        path, _ = engine.load_checkpoint(str(folder), tag=made.name)
+    engine._config.load_universal_checkpoint = True
+    try:
+        loaded, _ = engine.load_checkpoint(str(path.parent), tag=made.name)
+    finally:
+        engine._config.load_universal_checkpoint = False
     # ZeRO 3 gives all groups of parameters what the first one had, and all states the same tensor as their number of
     # steps, which each of them would raise (seen in DeepSpeed 0.19.8).
     for group, decay in zip(engine.optimizer.param_groups, decays, strict=True):
@@ -67,9 +61,9 @@ def load(
     for state in engine.optimizer.state.values():
         if "step" in state:
             state["step"] = copy.deepcopy(state["step"])
-    wait()  # for those that still read it
-    at_rank_0(lambda: shutil.rmtree(made))
-    return path
+    dist.barrier()  # some ranks still read it
+    on_rank_0(lambda: shutil.rmtree(made))
+    return loaded
 
 
 def remove_left_over(folder: Path) -> None:
@@ -78,8 +72,7 @@ def remove_left_over(folder: Path) -> None:
         shutil.rmtree(made)
 
 
-def _convert(path: Path, made: Path) -> str | None:
-    """Makes a universal checkpoint; why that cannot be done, other than by the disk."""
+def _convert(path: Path, made: Path) -> None:
     remove_left_over(made.parent)
     options = argparse.Namespace(
         input_folder=str(path),
@@ -96,15 +89,5 @@ def _convert(path: Path, made: Path) -> str | None:
     except OSError:
         raise
     except LOADING_ERRORS as error:
-        return f"DeepSpeed makes no universal checkpoint of it ({why(error)})"
+        raise ValueError(f"DeepSpeed makes no universal checkpoint of it ({why(error)})") from error
     (made.parent / "latest_universal").unlink()
-    return None
-
-
-@contextmanager
-def _told_to_load_universal(engine: Any) -> Iterator[None]:
-    engine._config.load_universal_checkpoint = True
-    try:
-        yield
-    finally:
-        engine._config.load_universal_checkpoint = False

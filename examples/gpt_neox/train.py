@@ -36,7 +36,7 @@ from ds_sparse.ranks import rank
 import run_folders
 from byte_text import Text, readable
 from corpus import load_corpus
-from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
+from deepspeed_json import load_kernels, read_deepspeed_config
 from modeling import parameter_groups
 from report import Progress, forget_peak_memory, how_long, peak_memory_gib, say, speed_in_words
 
@@ -228,11 +228,11 @@ def main() -> None:
     say(DEVICE_SENTENCE)
     model_config = transformers.GPTNeoXConfig.from_json_file(args.config_file)
     model_config.max_position_embeddings = args.max_seq_length
-    config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers)
+    heads, layers = model_config.num_attention_heads, model_config.num_hidden_layers
+    config = read_deepspeed_config(args, heads, layers, DEVICE)
     check_json(config, args.deepspeed_config)
     ds_sparse.init_distributed(verbose=False)
-    config = adapt_to_device(config, DEVICE)
-    load_kernels(check_for_deepspeed(config, args.deepspeed_config), args.deepspeed_config)
+    load_kernels(config, args.deepspeed_config)
     say(f"{how_long(args.max_steps, args.max_minutes)}.")
     text = Text(load_corpus(args.corpus).split(), args.max_seq_length, args.seed, args.eval_sequences)
     say(text.describe())
