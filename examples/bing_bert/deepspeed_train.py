@@ -15,16 +15,14 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
 from torch.nn import functional as F
 
 from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so it comes before imports of DeepSpeed
@@ -37,10 +35,9 @@ from ds_sparse.sparsity.declarations import declared_value
 
 import checkpoints
 import dry_run
-import run_folders
 import universal
 from curves import draw_loss_curve
-from data import DROPOUT, Batch, PretrainingData, draw_seed, open_corpus
+from data import DROPOUT, Batch, PretrainingData, draw_seed
 from deepspeed_json import load_kernels, read_deepspeed_config
 from earlier_weights import take_weights
 from files import reason
@@ -51,14 +48,15 @@ from report import (
     Progress,
     forget_peak_memory,
     how_long,
-    mistakes,
     peak_memory_gib,
     read_metrics,
     say,
     speed_in_words,
 )
+from run_folders import run_folder
 from run_page import write_page
-from training_run import DENSE, SPARSE, Ended, TrainingRun
+from tokens import open_corpus
+from training_run import DENSE, SPARSE, Outcome, Position, TrainingRun
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -153,6 +151,16 @@ def parse_arguments() -> argparse.Namespace:
     option("eval-steps", metavar="N", type=int, default=100, help="steps between held-out losses (default: 100)")
     option("eval-sequences", metavar="N", type=int, default=32, help="held-out sequences (default: 32)")
     option("print-steps", metavar="N", type=int, default=10, help="steps between lines where no bar is (default: 10)")
+    args = parsed(
+        parser,
+        ("max_seq_length", "max_steps", "max_minutes", "warmup_steps", "eval_steps", "save_steps", "print_steps"),
+    )
+    args.resume = args.resume or args.resume_or_start
+    return args
+
+
+def parsed(parser: argparse.ArgumentParser, positive: Sequence[str]) -> argparse.Namespace:
+    """The options of a parser and DeepSpeed's, checked; those in `positive` are above 0 where they are given."""
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     ds_sparse.add_config_arguments(parser)
     args = parser.parse_args()
@@ -160,9 +168,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--deepspeed_config FILE is needed, for example configs/bslongformer.json")
     if args.compare_dense and not args.deepspeed_sparse_attention:
         parser.error("--compare-dense compares with a sparse run; add --deepspeed_sparse_attention")
-    args.resume = args.resume or args.resume_or_start
-    lengths = ("max_seq_length", "max_steps", "max_minutes", "warmup_steps", "eval_steps", "save_steps", "print_steps")
-    for name in lengths:
+    for name in positive:
         value = getattr(args, name)
         if value is not None and not value > 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; it has to be above 0")
@@ -172,45 +178,6 @@ def parse_arguments() -> argparse.Namespace:
 def learning_rate_factor(warmup_steps: int, step: int) -> float:
     """Linear warm-up, then inverse square root: needs no end that is known beforehand."""
     return min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
-
-
-@dataclass(config=ConfigDict(extra="forbid"))
-class Position:
-    """Where a run is; kept with its checkpoints."""
-
-    step: int
-    held_out_loss: float = math.nan
-    held_out_step: int = -1
-    """The step that `held_out_loss` was computed after."""
-    filled_in: list[list[str]] = field(default_factory=list)
-    """What the model of that step fills into the masked lines."""
-    skipped_steps: int = 0
-    """Steps of fp16 whose gradients overflowed: the weights stayed as they were, and the loss scale was lowered."""
-    evaluation_seconds: float = 0.0
-    layout_seed: int | None = None
-    finished: bool = False
-    """It reached its end, by steps or by time, and was not stopped before."""
-    max_steps: int | None = None
-    """The --max-steps that it was started with last."""
-
-    @classmethod
-    def of(cls, checkpoint: checkpoints.Checkpoint | None) -> Position:
-        """That of a checkpoint, or of a start; ValueError if a checkpoint holds something else."""
-        if checkpoint is None:
-            return cls(step=0)
-        try:
-            return TypeAdapter(cls).validate_python(checkpoint.state["position"])
-        except ValidationError as error:
-            file = checkpoint.path / checkpoints.STATE
-            raise ValueError(f"{file}: position: {mistakes(error)}.") from error
-
-
-class Outcome(NamedTuple):
-    position: Position
-    records: list[dict[str, Any]]
-    """metrics.jsonl; on rank 0 only."""
-    signal: int = 0
-    """What stopped the run, or 0."""
 
 
 def pretrain(
@@ -227,9 +194,8 @@ def pretrain(
     """
     forget_peak_memory()
     name, args, data, folder = run.name, run.args, run.data, run.folder
-    resumed = checkpoint is not None
-    engine, position.layout_seed = build_engine(run, position.layout_seed, resumed)
-    if resumed:
+    engine, position.layout_seed = build_engine(run, position.layout_seed, checkpoint is not None)
+    if checkpoint is not None:
         checkpoints.load(engine, checkpoint)
         say(f"{name}: continuing after step {position.step} of {folder}")
     position.max_steps = args.max_steps
@@ -237,10 +203,8 @@ def pretrain(
     micro_batch, global_batch = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
     first_sample = position.step * global_batch
     batches = data.batches(global_batch, micro_batch, first_sample, dist.get_rank(), dist.get_world_size())
-    metrics = progress = None
-    if dist.get_rank() == 0:
-        metrics = Metrics(folder / "metrics.jsonl", position.step if resumed else None, engine)
-        progress = Progress(name, position.step, max_steps, deadline - time.monotonic(), args.print_steps)
+    metrics = Metrics(folder / "metrics.jsonl", position.step if checkpoint is not None else None, engine)
+    progress = Progress(name, position.step, max_steps, deadline - time.monotonic(), args.print_steps)
     work = run.work()
 
     def evaluate() -> None:
@@ -248,15 +212,14 @@ def pretrain(
         position.held_out_loss, position.held_out_step = held_out_loss(engine, data), position.step
         position.filled_in = lines.filled_in(engine, DEVICE)
         position.evaluation_seconds = time.monotonic() - started
-        if metrics is not None:
-            metrics.add(step=position.step, held_out_mlm_loss=position.held_out_loss)
+        metrics.add(step=position.step, held_out_mlm_loss=position.held_out_loss)
         say(f"{name}: step {position.step}  held-out loss {position.held_out_loss:.4f}")
 
     def save() -> None:
         checkpoints.save(engine, run.checkpoints, position.step, run.terms(), asdict(position))
 
     position.finished = max_steps is not None and position.step >= max_steps
-    if position.finished or not resumed:
+    if position.finished or checkpoint is None:
         evaluate()
     if position.finished:
         save()
@@ -276,14 +239,13 @@ def pretrain(
         position.skipped_steps += skipped
         step_seconds = time.monotonic() - started
         slowest_step = max(slowest_step, step_seconds)
-        if metrics is not None:
-            figures, memory = work.figures(step_seconds), peak_memory_gib()
-            metrics.add(
-                step=position.step, mlm_loss=mlm_loss, nsp_loss=nsp_loss, learning_rate=engine.get_lr()[0],
-                memory_gib=round(memory, 3), **figures,
-                **({"skipped_steps": position.skipped_steps} if engine.fp16_enabled() else {}),
-            )  # fmt: skip
-            progress.show(position.step, mlm_loss, figures, memory)
+        figures, memory = work.figures(step_seconds), peak_memory_gib()
+        metrics.add(
+            step=position.step, mlm_loss=mlm_loss, nsp_loss=nsp_loss, learning_rate=engine.get_lr()[0],
+            memory_gib=round(memory, 3), **figures,
+            **({"skipped_steps": position.skipped_steps} if engine.fp16_enabled() else {}),
+        )  # fmt: skip
+        progress.show(position.step, mlm_loss, figures, memory)
         out_of_time = time.monotonic() + 2 * slowest_step + position.evaluation_seconds > deadline
         finished, stopped_by = agree(out_of_time or position.step == max_steps)
         position.finished = finished and not stopped_by
@@ -291,10 +253,9 @@ def pretrain(
             evaluate()
         if position.finished or stopped_by or position.step % args.save_steps == 0:
             save()
-    if metrics is not None:
-        progress.close()
-        metrics.close()
-    return Outcome(position, metrics.records if metrics is not None else [], stopped_by)
+    progress.close()
+    metrics.close()
+    return Outcome(run, position, metrics.records, stopped_by)
 
 
 def build_engine(run: TrainingRun, layout_seed: int | None, resumed: bool) -> tuple[Any, int | None]:
@@ -302,7 +263,7 @@ def build_engine(run: TrainingRun, layout_seed: int | None, resumed: bool) -> tu
 
     `layout_seed` is that of an earlier start of the run, whose random blocks are drawn again.
     """
-    args = arguments_of(run, layout_seed)
+    args = arguments_of(run.args, run.config, run.name, layout_seed)
     model = build_model(run, args)
     if args.weights_from is not None and not resumed:
         take_weights(model, Path(args.weights_from), {name: run.terms()[name] for name in ("model", "data")})
@@ -314,26 +275,33 @@ def build_engine(run: TrainingRun, layout_seed: int | None, resumed: bool) -> tu
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(args.warmup_steps, step))
 
-    engine, *_ = ds_sparse.initialize(
-        args=args,
-        model=model,
-        model_parameters=parameter_groups(model, run.config["optimizer"]["params"].get("weight_decay", 0.0)),
-        lr_scheduler=None if run.config.get("scheduler") else schedule,
-    )
+    engine = engine_of(args, model, schedule)
     seeds = [seed for seed in (declared_value(structure, "seed") for structure in structures or ()) if seed is not None]
     return engine, next(iter(seeds), None)
 
 
-def arguments_of(run: TrainingRun, layout_seed: int | None) -> argparse.Namespace:
-    """The options, with the DeepSpeed JSON of this run as an object."""
-    config = copy.deepcopy(run.config)
+def engine_of(args: argparse.Namespace, model: torch.nn.Module, schedule: Callable[..., Any]) -> Any:
+    """DeepSpeed's engine, by `arguments_of`; `schedule` is for a JSON without a scheduler."""
+    config = args.deepspeed_config
+    engine, *_ = ds_sparse.initialize(
+        args=args,
+        model=model,
+        model_parameters=parameter_groups(model, config["optimizer"]["params"].get("weight_decay", 0.0)),
+        lr_scheduler=None if config.get("scheduler") else schedule,
+    )
+    return engine
+
+
+def arguments_of(
+    args: argparse.Namespace, config: dict[str, Any], name: str, layout_seed: int | None = None
+) -> argparse.Namespace:
+    """The options with the DeepSpeed JSON, as an object, of the sparse or the dense run."""
+    config = copy.deepcopy(config)
     if layout_seed is not None:
         config["sparse_attention"]["seed"] = layout_seed
-    if run.args.compare_dense and not run.is_sparse:
+    if args.compare_dense and name == DENSE:
         config.pop("sparse_attention", None)  # the block is off by design: nobody needs a line about it
-    args = argparse.Namespace(**vars(run.args))
-    args.deepspeed_config, args.deepspeed_sparse_attention = config, run.is_sparse
-    return args
+    return argparse.Namespace(**vars(args) | {"deepspeed_config": config, "deepspeed_sparse_attention": name == SPARSE})
 
 
 def build_model(run: TrainingRun, args: argparse.Namespace) -> BertForPreTrainingPreLN:
@@ -376,14 +344,19 @@ def train_step(engine: Any, batches: Iterator[Batch], seed: int, step: int) -> t
 
 def held_out_loss(engine: Any, data: PretrainingData) -> float:
     """Mean masked-LM loss over all predicted positions of the held-out sequences, in nats."""
-    micro_batch = engine.train_micro_batch_size_per_gpu()
-    total = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    batches = data.held_out_batches(engine.train_micro_batch_size_per_gpu(), dist.get_rank(), dist.get_world_size())
     engine.eval()
     with torch.no_grad():
-        for batch in data.held_out_batches(micro_batch, dist.get_rank(), dist.get_world_size()):
-            mean, predictions = engine(batch.to(DEVICE))["mlm_loss"].double(), len(batch.mlm_positions)
-            if predictions:
-                total += torch.stack([mean * predictions, torch.full_like(mean, predictions)])
+        return mean_loss((engine(batch.to(DEVICE))["mlm_loss"], len(batch.mlm_positions)) for batch in batches)
+
+
+def mean_loss(losses: Iterable[tuple[torch.Tensor, int]]) -> float:
+    """The mean over all predictions of all ranks, of means over so many of them; a mean of none counts for nothing."""
+    total = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    for mean, predictions in losses:
+        if predictions:
+            mean = mean.double()
+            total += torch.stack([mean * predictions, torch.full_like(mean, predictions)])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
@@ -432,30 +405,6 @@ def agree(finished: bool) -> tuple[bool, int]:
     return bool(decision[0]), int(decision[1])
 
 
-def run_folder(args: argparse.Namespace) -> Path:
-    """The newest run of --output-dir to resume, or a new folder, the same on every rank. A dry run makes none.
-
-    Raises:
-        ValueError: there is nothing to resume, or the folder cannot be made.
-    """
-    outcome: list[Any] = [None, None]
-    output_dir = Path(args.output_dir)
-    if dist.get_rank() == 0:
-        new = run_folders.next_run_folder if args.dry_run else run_folders.new_run_folder
-        starts = not args.resume or (args.resume_or_start and not run_folders.has_runs(output_dir))
-        try:
-            outcome[0] = new(output_dir) if starts else run_folders.newest_run_folder(output_dir)
-        except OSError as error:
-            outcome[1] = f"--output-dir {output_dir} cannot be used: {error.strerror}; give another folder."
-        except ValueError as error:
-            outcome[1] = str(error)
-    dist.broadcast_object_list(outcome, src=0)
-    folder, failure = outcome
-    if failure:
-        raise ValueError(failure)
-    return folder
-
-
 def find_checkpoint(run: TrainingRun) -> checkpoints.Checkpoint | None:
     """The checkpoint that a run to be resumed continues from; None, and a line, where it has none yet.
 
@@ -470,26 +419,11 @@ def find_checkpoint(run: TrainingRun) -> checkpoints.Checkpoint | None:
     return found
 
 
-def is_done(name: str, position: Position, max_steps: int | None, args: argparse.Namespace) -> bool:
-    """Whether a resumed run has nothing left to do.
-
-    In a comparison, the sparse run's end by time stays its end unless --max-steps asks for more: one that was stopped
-    while dense trained continues there.
-    """
-    if position.held_out_step != position.step:
-        return False
-    if max_steps is not None and position.step >= max_steps:
-        return True
-    asks_for_more = args.max_steps not in (None, position.max_steps)
-    return args.compare_dense and name == "sparse" and position.finished and not asks_for_more
-
-
 def main() -> int:
     args = parse_arguments()
     say(DEVICE_SENTENCE)
     model_config = BertConfig.read(args.config_file)
-    heads, layers = model_config.num_attention_heads, model_config.num_hidden_layers
-    config = read_deepspeed_config(args, heads, layers, DEVICE)
+    config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers, DEVICE)
     ds_sparse.init_distributed(verbose=False)
     if not args.dry_run:
         load_kernels(config, args.deepspeed_config)
@@ -501,16 +435,15 @@ def main() -> int:
     say(data.describe())
 
     names = [SPARSE if args.deepspeed_sparse_attention else DENSE] + [DENSE] * args.compare_dense
-    folder = run_folder(args)
+    folder = run_folder(Path(args.output_dir), args.resume, args.resume_or_start, makes=not args.dry_run)
     runs = [TrainingRun(name, args, config, model_config, data, folder / name) for name in names]
     found = [find_checkpoint(run) if args.resume else None for run in runs]
     positions = [Position.of(checkpoint) for checkpoint in found]
     if args.dry_run:
-        for run, checkpoint, position in zip(runs, found, positions):
+        for run, position in zip(runs, positions):
             with torch.device("meta"):
-                model = build_model(run, arguments_of(run, position.layout_seed))
-            done = checkpoint is not None and is_done(run.name, position, args.max_steps, args)
-            dry_run.describe(run, model, position.step, done)
+                model = build_model(run, arguments_of(args, config, run.name, position.layout_seed))
+            dry_run.describe(run, model, position)
         return 0
     if dist.get_rank() == 0:
         data.write_manifest(folder)
@@ -519,63 +452,53 @@ def main() -> int:
     remember_signals()
     torch.use_deterministic_algorithms(not args.nondeterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    outcomes: dict[str, Outcome] = {}
-    for number, (run, checkpoint, position) in enumerate(zip(runs, found, positions)):
-        name, now = run.name, time.monotonic()
-        deadline = now + (STARTED + args.max_minutes * 60 - now) / (len(runs) - number)
-        max_steps = outcomes[SPARSE].position.step if number else args.max_steps
-        if checkpoint is not None and is_done(name, position, max_steps, args):
-            say(f"{name}: nothing left to train, {position.step} steps are done; a larger --max-steps continues.")
-            outcomes[name] = Outcome(position, read_metrics(run.folder / "metrics.jsonl", before=position.step + 1))
+    outcomes: list[Outcome] = []
+    for run, checkpoint, position in zip(runs, found, positions):
+        now = time.monotonic()
+        deadline = now + (STARTED + args.max_minutes * 60 - now) / (len(runs) - len(outcomes))
+        max_steps = outcomes[0].position.step if outcomes else args.max_steps
+        if position.is_end(run, max_steps):
+            say(f"{run.name}: nothing left to train, {position.step} steps are done; a larger --max-steps continues.")
+            outcomes.append(Outcome(run, position, read_metrics(run.folder / "metrics.jsonl", position.step + 1)))
             continue
-        outcome = pretrain(run, lines, checkpoint, position, max_steps, deadline)
-        if outcome.signal:
-            say(f"Stopped by signal {outcome.signal} after step {outcome.position.step}; continue with --resume.")
-            return 128 + outcome.signal
-        outcomes[name] = outcome
-    show_results(outcomes, data.held_out_unigram_cross_entropy, lines)
+        outcomes.append(pretrain(run, lines, checkpoint, position, max_steps, deadline))
+        if number := outcomes[-1].signal:
+            say(f"Stopped by signal {number} after step {position.step}; continue with --resume.")
+            return 128 + number
+    filled_in = lines.beside({outcome.run.name: outcome.position.filled_in for outcome in outcomes})
+    show_results(outcomes, data.held_out_unigram_cross_entropy, filled_in)
     if dist.get_rank() == 0:
-        draw_results(runs, outcomes, data.held_out_unigram_cross_entropy, lines, folder)
+        draw_results(outcomes, data.held_out_unigram_cross_entropy, filled_in, folder)
     dist.barrier()
     return 0
 
 
-def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines) -> None:
+def show_results(outcomes: Sequence[Outcome], unigram: float, filled_in: str) -> None:
     """Prints each run's held-out loss beside the unigram cross-entropy, its speed, and what it fills in."""
-    for name, (position, records, *_) in outcomes.items():
+    for run, position, records, _ in outcomes:
         distance = position.held_out_loss - unigram
         say(
-            f"{name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, "
+            f"{run.name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, "
             f"{abs(distance):.4f} {'below' if distance < 0 else 'above'} the unigram cross-entropy {unigram:.4f} of "
             "the same positions"
         )
         if speed := speed_in_words(records):
-            say(f"{name}: {speed}")
+            say(f"{run.name}: {speed}")
         if position.skipped_steps:
-            say(f"{name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
-    if lines.lines:
+            say(f"{run.name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
+    if filled_in:
         say("Held-out lines with masked words, and what fills them in:")
-        say(filled_in(lines, outcomes))
-    steps = [outcome.position.step for outcome in outcomes.values()]
+        say(filled_in)
+    steps = [outcome.position.step for outcome in outcomes]
     if steps[-1] < steps[0]:
         say(f"dense trained {steps[-1]} of the {steps[0]} steps of sparse in its time; --resume trains the rest.")
 
 
-def draw_results(
-    runs: Sequence[TrainingRun], outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines, folder: Path
-) -> None:
+def draw_results(outcomes: Sequence[Outcome], unigram: float, filled_in: str, folder: Path) -> None:
     """Draws the loss curve, and writes the page of the run."""
-    draw_loss_curve(folder / "loss.png", {name: outcome.records for name, outcome in outcomes.items()}, unigram)
-    ended = []
-    for run in runs:
-        position, records, _ = outcomes[run.name]
-        ended.append(Ended(run, position.step, position.held_out_loss, position.layout_seed, records))
-    write_page(folder / "report.html", ended, unigram, filled_in(lines, outcomes))
+    draw_loss_curve(folder / "loss.png", {outcome.run.name: outcome.records for outcome in outcomes}, unigram)
+    write_page(folder / "report.html", outcomes, unigram, filled_in)
     say(f"Report: {folder / 'report.html'}; loss curve: {folder / 'loss.png'}; by step: {folder}/*/metrics.jsonl")
-
-
-def filled_in(lines: MaskedLines, outcomes: dict[str, Outcome]) -> str:
-    return lines.beside({name: outcome.position.filled_in for name, outcome in outcomes.items()})
 
 
 def exit_status(program: Callable[[], int]) -> int:

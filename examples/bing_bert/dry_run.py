@@ -10,28 +10,23 @@ from torch import nn
 
 from ds_sparse.plan.layers import in_whole_blocks, kinds_of, layers_in_words, live_scores
 from ds_sparse.plan.memory import GIB, fits, memory_of
-from ds_sparse.plan.plan import Plan, make_plan
+from ds_sparse.plan.plan import make_plan
 from ds_sparse.plan.rates import committed_rates
 
 from device import DEVICE, device_name
 from report import end_in_words, say
-from training_run import TrainingRun
+from training_run import Position, TrainingRun
 
 
-def describe(run: TrainingRun, model: nn.Module, step: int, done: bool) -> None:
-    """Prints it of a run.
-
-    Args:
-        model: may be without storage.
-        step: of the checkpoint that it continues from; 0 where it starts.
-        done: it has reached its end.
+def describe(run: TrainingRun, model: nn.Module, position: Position) -> None:
+    """Prints it of a run that starts at or continues from a position, whose model may be without storage.
 
     Raises:
         ValueError: the batch is one that cannot be dealt, as the run would say.
     """
     settings = run.settings()
     run.data.batches(settings.sequences, settings.micro_batch, 0, dist.get_rank(), dist.get_world_size())
-    for lines in (_work(run, model), _cost(run), _end(run, step, done)):
+    for lines in (_work(run, model), _cost(run), _end(run, position)):
         for line in lines:
             say(f"{run.name}: {line}")
 
@@ -67,18 +62,15 @@ def _cost(run: TrainingRun) -> Iterator[str]:
             f"the time of a step is not known: ds_sparse plan has rates of an {rates.machine} in 16 bits; its "
             "option --on here measures this machine"
         )
-        return
-    yield _time(make_plan(run.block, run.args.deepspeed_config, run.model(), settings, rates, tokens))
+    else:
+        plan = make_plan(run.block, run.args.deepspeed_config, run.model(), settings, rates, tokens)
+        milliseconds = plan.step.total
+        yield f"{milliseconds:,.0f} ms a step and {plan.tokens / milliseconds * 1e3:,.0f} tokens/s, as planned"
 
 
-def _time(plan: Plan) -> str:
-    milliseconds = plan.step.total
-    return f"{milliseconds:,.0f} ms a step and {plan.tokens / milliseconds * 1e3:,.0f} tokens/s, as planned"
-
-
-def _end(run: TrainingRun, step: int, done: bool) -> Iterator[str]:
-    args = run.args
-    if done:
+def _end(run: TrainingRun, position: Position) -> Iterator[str]:
+    args, step = run.args, position.step
+    if position.is_end(run, args.max_steps):
         yield f"nothing left to train, {step} steps are done"
         return
     start = f"continues after step {step}" if step else "starts at step 0"

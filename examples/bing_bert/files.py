@@ -15,9 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 PIECE = 16 * 2**20
 
@@ -84,6 +81,10 @@ def plain_data_only() -> Iterator[None]:
 
     PyTorch's variable holds for DeepSpeed's calls of torch.load too, which ask for whole pickles.
     """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
     of_deepspeed = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     with mock.patch.dict(os.environ), torch.serialization.safe_globals(of_deepspeed):
         os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)

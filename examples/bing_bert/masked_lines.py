@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from data import MASK, NOT_PREDICTED, SPECIAL_TOKENS, Batch, PretrainingData
+from data import NOT_PREDICTED, Batch, PretrainingData
+from tokens import MASK, SPECIAL_TOKENS
 
 LINES, MASKED_WORDS, COLUMNS = 3, 4, 90
 

@@ -17,17 +17,16 @@ from typing import NamedTuple
 import ds_sparse
 
 import deepspeed_train
-from run_folders import newest_run_folder
+from run_folders import run_folder
 from training_run import DENSE, SPARSE
 
-HERE = Path(__file__).resolve().parent
-CONFIG = HERE.parents[1] / "configs" / "deepspeed_bsz64k_lamb_config_seq128.json"
+CONFIG = deepspeed_train.HERE.parents[1] / "configs" / "deepspeed_bsz64k_lamb_config_seq128.json"
 
 
 class Phase(NamedTuple):
     tokens: int
     steps: int
-    attention: str
+    attention: str = DENSE
 
 
 def phase(text: str) -> Phase:
@@ -38,32 +37,29 @@ def phase(text: str) -> Phase:
     return Phase(int(tokens), int(steps), attention)
 
 
-DEFAULT = [Phase(128, 900, DENSE), Phase(512, 100, DENSE), Phase(4096, 100, SPARSE)]
+DEFAULT = [Phase(128, 900), Phase(512, 100), Phase(4096, 100, SPARSE)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="phases.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser("phases.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--phase", type=phase, action="append", help="one of the phases, in their order")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/phases"), help="a folder of runs for each phase")
     args, others = parser.parse_known_args()
-    shared = ["deepspeed_train.py", "--deepspeed_config", str(CONFIG), "--max-minutes", "100000", *others]
+    shared = ["deepspeed_train.py", "--deepspeed_config", str(CONFIG), "--max-minutes", "inf", *others]
     sys.argv = shared
     options = deepspeed_train.parse_arguments()
     refuse(options)
-    before: Path | None = None
+    before: list[str] = []
     for number, of in enumerate(args.phase or DEFAULT, 1):
         runs = args.output_dir / f"{number}-{of.tokens}-{of.attention}"
-        sys.argv = [*shared, "--max-seq-length", str(of.tokens), "--max-steps", str(of.steps)]
-        sys.argv += ["--output-dir", str(runs)]
-        sys.argv += ["--resume-or-start", *(["--deepspeed_sparse_attention"] if of.attention == SPARSE else [])]
-        sys.argv += ["--weights-from", str(before)] if before else []
-        status = deepspeed_train.main()
-        if status:
+        sys.argv = [
+            *shared, "--max-seq-length", str(of.tokens), "--max-steps", str(of.steps), "--output-dir", str(runs),
+            "--resume-or-start", *(["--deepspeed_sparse_attention"] if of.attention == SPARSE else []), *before,
+        ]  # fmt: skip
+        if status := deepspeed_train.main():
             return status
         if not options.dry_run:
-            before = newest_run_folder(runs) / of.attention
+            before = ["--weights-from", str(run_folder(runs, resume=True) / of.attention)]
     return 0
 
 

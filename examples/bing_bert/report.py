@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import resource
 import sys
 import time
@@ -56,7 +57,7 @@ def mistakes(error: ValidationError) -> str:
 
 
 class Metrics:
-    """metrics.jsonl, one record a line, TensorBoard, and what the DeepSpeed JSON asks for.
+    """metrics.jsonl, one record a line, TensorBoard, and what the DeepSpeed JSON asks for; written on rank 0 only.
 
     Args:
         resumed_step: records after it are dropped, a half-written one too; None drops all.
@@ -64,27 +65,29 @@ class Metrics:
     """
 
     def __init__(self, path: Path, resumed_step: int | None, engine: Any = None):
-        self.path = path
+        self.path, self.records = path, []
         self._engine = engine if engine is not None and engine.monitor.enabled else None
-        first_step = 0 if resumed_step is None else resumed_step + 1
-        self.records = read_metrics(path, before=first_step)
-        write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
-        self._tensorboard = _tensorboard_writer(path.parent / "tensorboard", first_step)
+        self._tensorboard = None
+        if rank() == 0:
+            first_step = 0 if resumed_step is None else resumed_step + 1
+            self.records = read_metrics(path, before=first_step)
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
+            self._tensorboard = _tensorboard_writer(path.parent / "tensorboard", first_step)
 
-    def add(self, **record: Any) -> None:
+    def add(self, step: int, **figures: Any) -> None:
+        if rank() != 0:
+            return
+        record = {"step": step, **figures}
         self.records.append(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if self._tensorboard is not None:
-            for name, value in record.items():
-                if name != "step":
-                    self._tensorboard.add_scalar(name, value, record["step"])
+            for name, value in figures.items():
+                self._tensorboard.add_scalar(name, value, step)
         if self._engine is not None:
             # By sequences, as the engine's own events are: Weights & Biases drops what lies before the last it got.
-            sequences, run = record["step"] * self._engine.train_batch_size(), self.path.parent.name
-            self._engine.monitor.write_events(
-                [(f"{run}/{name}", value, sequences) for name, value in record.items() if name != "step"]
-            )
+            sequences, run = step * self._engine.train_batch_size(), self.path.parent.name
+            self._engine.monitor.write_events([(f"{run}/{name}", value, sequences) for name, value in figures.items()])
 
     def close(self) -> None:
         if self._tensorboard is not None:
@@ -139,7 +142,7 @@ class Progress:
         self.label, self.max_steps, self.seconds, self.print_steps = label, max_steps, seconds, print_steps
         self.first_step, self.started = first_step, time.monotonic()
         self.bar = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and rank() == 0:
             self.bar = tqdm(total=1.0, desc=label, bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=True)
         self.prints_lines = self.bar is None or not sys.stdout.isatty()
 
@@ -151,8 +154,8 @@ class Progress:
         if self.max_steps is not None:
             by_steps = (step - self.first_step) / (self.max_steps - self.first_step)
             done, left = max(done, by_steps), min(left, elapsed * (1 / by_steps - 1))
-        minutes, seconds = divmod(max(0, int(left)), 60)
-        text = f"step {step}  loss {loss:.4f}  {in_words(figures)}  {memory_gib:.2f} GiB  {minutes}:{seconds:02d} left"
+        end = f"{max(0, int(left)) // 60}:{max(0, int(left)) % 60:02d} left" if math.isfinite(left) else "no limit"
+        text = f"step {step}  loss {loss:.4f}  {in_words(figures)}  {memory_gib:.2f} GiB  {end}"
         if self.bar is not None:
             self.bar.n = done
             self.bar.set_postfix_str(text)
@@ -165,15 +168,14 @@ class Progress:
 
 
 def median_figures(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What `StepWork.figures` gave of each step, in the median step; empty where no step was recorded with it."""
+    """The figures of `StepWork.figures` in the median step; empty where no step was recorded with them."""
     steps = [record for record in records if TFLOPS in record]
-    return {
-        name: median(record[name] for record in steps) for name in (TOKENS, TFLOPS, MFU) if steps and name in steps[-1]
-    }
+    names = [name for name in (TOKENS, TFLOPS, MFU) if steps and name in steps[-1]]
+    return {name: median(record[name] for record in steps) for name in names}
 
 
 def tokens_per_second(records: Sequence[Mapping[str, float]]) -> float:
-    """Of all steps together, which have the same tokens; less than in the median step where others used the machine."""
+    """Speed of all steps together, which have the same tokens: less than in the median step on a busy machine."""
     return harmonic_mean(record[TOKENS] for record in records if TFLOPS in record)
 
 
@@ -187,8 +189,9 @@ def speed_in_words(records: Sequence[Mapping[str, float]]) -> str:
 
 def end_in_words(max_steps: int | None, max_minutes: float) -> str:
     """When a run ends by its options, as "after step 50 or 5 minutes"."""
-    steps = f"step {max_steps} or " if max_steps else ""
-    return f"after {steps}{max_minutes:g} minute{'' if max_minutes == 1 else 's'}"
+    ends = [f"step {max_steps}"] if max_steps else []
+    ends += [f"{max_minutes:g} minute{'' if max_minutes == 1 else 's'}"] if math.isfinite(max_minutes) else []
+    return f"after {' or '.join(ends)}" if ends else "when it is stopped"
 
 
 def how_long(max_steps: int | None, max_minutes: float) -> str:

@@ -6,54 +6,47 @@ import errno
 import os
 from pathlib import Path
 
+from report import on_rank_0
 
-def new_run_folder(output_dir: Path) -> Path:
-    """Makes the next numbered folder of `output_dir`; runs that start together each get one of their own."""
-    while True:
-        folder = _next(output_dir)
+
+def run_folder(output_dir: Path, resume: bool = False, or_start: bool = False, makes: bool = True) -> Path:
+    """The newest run of `output_dir` to resume, or the next folder, the same on every rank.
+
+    Args:
+        resume: take the newest run.
+        or_start: with `resume`, take the next folder where there is no run.
+        makes: make the next folder; runs that start together each get one of their own.
+
+    Raises:
+        ValueError: there is nothing to resume, or the folder cannot be made.
+    """
+
+    def chosen() -> Path:
+        numbers = [int(path.name) for path in output_dir.glob("[0-9]*") if path.name.isdigit()]
+        if resume and numbers:
+            return output_dir / f"{max(numbers):04d}"
+        if resume and not or_start:
+            raise ValueError(
+                f"There is no run in {output_dir} to resume; start one without --resume, or with --resume-or-start."
+            )
+        folder = output_dir / f"{max(numbers, default=0) + 1:04d}"
+        if not makes:
+            _check_can_be_made(output_dir)
+            return folder
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            continue
+            return chosen()
         return folder
 
+    try:
+        return on_rank_0(chosen)
+    except OSError as error:
+        raise ValueError(f"--output-dir {output_dir} cannot be used: {error.strerror}; give another folder.") from error
 
-def next_run_folder(output_dir: Path) -> Path:
-    """The folder that `new_run_folder` would make.
 
-    Raises:
-        OSError: as it would.
-    """
+def _check_can_be_made(output_dir: Path) -> None:
     there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
-    return _next(output_dir)
-
-
-def has_runs(output_dir: Path) -> bool:
-    """Whether there is a run in `output_dir` to resume."""
-    return bool(_numbers(output_dir))
-
-
-def newest_run_folder(output_dir: Path) -> Path:
-    """The numbered folder of `output_dir` with the highest number.
-
-    Raises:
-        ValueError: there is none.
-    """
-    numbers = _numbers(output_dir)
-    if not numbers:
-        raise ValueError(
-            f"There is no run in {output_dir} to resume; start one without --resume, or with --resume-or-start."
-        )
-    return output_dir / f"{max(numbers):04d}"
-
-
-def _next(output_dir: Path) -> Path:
-    return output_dir / f"{max(_numbers(output_dir), default=0) + 1:04d}"
-
-
-def _numbers(output_dir: Path) -> list[int]:
-    return [int(path.name) for path in output_dir.glob("[0-9]*") if path.name.isdigit()]
+    wrong = errno.ENOTDIR if not there.is_dir() else 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+    if wrong:
+        raise OSError(wrong, os.strerror(wrong), str(there))

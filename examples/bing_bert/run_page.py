@@ -21,7 +21,7 @@ import checkpoints
 from curves import curves_svg
 from files import write_atomically
 from report import median_figures, tokens_per_second
-from training_run import Ended
+from training_run import Outcome, TrainingRun
 
 SECRETS = ("api_key", "token", "password", "secret")
 """Ends of the keys of a configuration whose values are nobody else's."""
@@ -29,49 +29,46 @@ SECRETS = ("api_key", "token", "password", "secret")
 TEMPLATE = Path(__file__).with_name("run_page.html")
 
 
-def write_page(path: Path, ended: Sequence[Ended], unigram: float, lines: str) -> None:
+def write_page(path: Path, outcomes: Sequence[Outcome], unigram: float, lines: str) -> None:
     """Writes it of one run, or of two that are compared.
 
     Args:
         unigram: the cross-entropy that losses stand beside, nats.
         lines: what the models fill into held-out lines.
     """
-    run = ended[0].run
+    run = outcomes[0].run
+    ends = " and ".join(f"{outcome.run.name} after {outcome.position.step:,} steps" for outcome in outcomes)
+    configuration = {
+        "DeepSpeed JSON, as it was trained with": run.config,
+        "Model": run.model_config.model_dump(),
+        "Options": vars(run.args),
+    }
     parts = {
-        "title": html.escape(
-            f"{path.parent}: {' and '.join(f'{one.run.name} after {one.step:,} steps' for one in ended)}"
-        ),
-        "figures": _table({one.run.name: figures_of(one, unigram) for one in ended}),
-        "curves": curves_svg({one.run.name: one.records for one in ended}, unigram),
-        "layout": _layout(ended[0]),
+        "title": html.escape(f"{path.parent}: {ends}"),
+        "figures": _table({outcome.run.name: figures_of(outcome, unigram) for outcome in outcomes}),
+        "curves": curves_svg({outcome.run.name: outcome.records for outcome in outcomes}, unigram),
+        "layout": _layout(outcomes[0]),
         "lines": html.escape(lines),
         "data": html.escape(run.data.describe()),
-        "configuration": "\n".join(
-            _details(name, content)
-            for name, content in {
-                "DeepSpeed JSON, as it was trained with": run.config,
-                "Model": run.model_config.model_dump(),
-                "Options": vars(run.args),
-            }.items()
-        ),
+        "configuration": "\n".join(_details(name, content) for name, content in configuration.items()),
         "environment": html.escape(report()),
     }
     write_atomically(path, Template(TEMPLATE.read_text(encoding="utf-8")).substitute(parts))
 
 
-def figures_of(ended: Ended, unigram: float) -> dict[str, str]:
+def figures_of(outcome: Outcome, unigram: float) -> dict[str, str]:
     """The figures of a run, by what they are; "-" for what is not known."""
-    figures = median_figures(ended.records)
-    memory = max((record["memory_gib"] for record in ended.records if "memory_gib" in record), default=None)
-    kept = checkpoints.kept(ended.run.checkpoints)
-    settings = ended.run.settings()
+    run, position, records, _ = outcome
+    figures, settings = median_figures(records), run.settings()
+    memory = max((record["memory_gib"] for record in records if "memory_gib" in record), default=None)
+    kept = checkpoints.kept(run.checkpoints)
     return {
-        "steps": f"{ended.step:,}",
-        "tokens": f"{ended.step * settings.sequences * ended.run.args.max_seq_length:,}",
-        "held-out loss, nats": f"{ended.held_out_loss:.4f}",
+        "steps": f"{position.step:,}",
+        "tokens": f"{position.step * settings.sequences * run.args.max_seq_length:,}",
+        "held-out loss, nats": f"{position.held_out_loss:.4f}",
         "unigram cross-entropy, nats": f"{unigram:.4f}",
         "tokens/s, median step": f"{figures[TOKENS]:,.0f}" if figures else "-",
-        "tokens/s, all steps": f"{tokens_per_second(ended.records):,.0f}" if figures else "-",
+        "tokens/s, all steps": f"{tokens_per_second(records):,.0f}" if figures else "-",
         "model TFLOP/s a rank, median step": in_three_digits(figures[TFLOPS]) if figures else "-",
         "part of the chip's peak rate (MFU), median step": f"{figures[MFU]:.1%}" if MFU in figures else "-",
         "peak memory of rank 0, GiB": f"{memory:.2f}" if memory is not None else "-",
@@ -90,9 +87,9 @@ def _table(columns: Mapping[str, Mapping[str, str]]) -> str:
     return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _layout(ended: Ended) -> str:
+def _layout(outcome: Outcome) -> str:
     """The page of `ds_sparse draw` with the layouts of the layers, in a frame; or why there is none."""
-    sheets = _sheets(ended)
+    sheets = _sheets(outcome.run, outcome.position.layout_seed)
     if not sheets:
         return "<p>Attention is dense: there is no layout.</p>"
     try:
@@ -102,9 +99,10 @@ def _layout(ended: Ended) -> str:
     return f'<iframe title="Layouts" srcdoc="{html.escape(page)}"></iframe>'
 
 
-def _sheets(ended: Ended) -> list[Sheet]:
-    run, found = ended.run, []
-    block = run.block if ended.layout_seed is None or run.block is None else run.block | {"seed": ended.layout_seed}
+def _sheets(run: TrainingRun, layout_seed: int | None) -> list[Sheet]:
+    block, found = run.block, []
+    if block is not None and layout_seed is not None:
+        block = block | {"seed": layout_seed}
     kinds = kinds_of(block, run.model(), run.args.deepspeed_config)
     tokens = in_whole_blocks(kinds, run.args.max_seq_length)
     for kind in kinds:

@@ -1,25 +1,32 @@
-"""A run of the example, sparse or dense: what it is given, and what `ds_sparse plan` counts of it."""
+"""One training run, sparse or dense: what it is made from, where it is, and what came out."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ds_sparse.plan.model import Model, model_of_config
 from ds_sparse.plan.settings import BATCHES, Settings, read_settings
 from ds_sparse.plan.utilisation import StepWork
 from ds_sparse.ranks import world_size
 
+import checkpoints
 from data import PretrainingData
 from device import device_name
 from modeling import BertConfig
+from report import mistakes
 
 SPARSE, DENSE = "sparse", "dense"
 
 
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class TrainingRun:
     """Attributes:
     name: SPARSE or DENSE.
@@ -36,13 +43,9 @@ class TrainingRun:
     folder: Path
 
     @property
-    def is_sparse(self) -> bool:
-        return self.name == SPARSE
-
-    @property
     def block(self) -> dict[str, Any] | None:
         """The `sparse_attention` block that it trains with."""
-        return self.config.get("sparse_attention") if self.is_sparse else None
+        return self.config.get("sparse_attention") if self.name == SPARSE else None
 
     @property
     def checkpoints(self) -> Path:
@@ -50,8 +53,8 @@ class TrainingRun:
 
     def settings(self) -> Settings:
         """What the JSON says of a step on this number of ranks."""
-        source, checkpoints = self.args.deepspeed_config, self.args.checkpoint_activations
-        return read_settings(self.config, source, gpus=world_size(), checkpoints=checkpoints)
+        source, saves_memory = self.args.deepspeed_config, self.args.checkpoint_activations
+        return read_settings(self.config, source, gpus=world_size(), checkpoints=saves_memory)
 
     def model(self) -> Model:
         """The model as plan counts it."""
@@ -67,7 +70,7 @@ class TrainingRun:
         """What has to be equal for a run to continue; plain JSON values. How the batch is dealt to ranks may differ."""
         manifest = self.data.manifest()
         return {
-            "sparse": self.is_sparse,
+            "sparse": self.name == SPARSE,
             "deepspeed_config": {key: value for key, value in self.config.items() if key not in BATCHES},
             "train_batch_size": self.settings().sequences,
             "model": self.model_config.model_dump(),
@@ -80,17 +83,56 @@ class TrainingRun:
         }
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A run that has ended.
+@dataclass(config=ConfigDict(extra="forbid"))
+class Position:
+    """Where a run is; kept with its checkpoints."""
 
-    Attributes:
-        records: those of metrics.jsonl.
-        layout_seed: of the random blocks of its layout; None: it has none, or the JSON has it.
-    """
+    step: int
+    held_out_loss: float = math.nan
+    held_out_step: int = -1
+    """The step that `held_out_loss` was computed after."""
+    filled_in: list[list[str]] = field(default_factory=list)
+    """What the model of that step fills into the masked lines."""
+    skipped_steps: int = 0
+    """Steps of fp16 whose gradients overflowed: the weights stayed as they were, and the loss scale was lowered."""
+    evaluation_seconds: float = 0.0
+    layout_seed: int | None = None
+    """The seed of the random blocks of its layout; None: it has none, or the JSON has it."""
+    finished: bool = False
+    """It reached its end, by steps or by time, and was not stopped before."""
+    max_steps: int | None = None
+    """The --max-steps that it was started with last."""
+
+    @classmethod
+    def of(cls, checkpoint: checkpoints.Checkpoint | None) -> Position:
+        """That of a checkpoint, or of a start; ValueError if a checkpoint holds something else."""
+        if checkpoint is None:
+            return cls(step=0)
+        try:
+            return TypeAdapter(cls).validate_python(checkpoint.state["position"])
+        except ValidationError as error:
+            raise ValueError(f"{checkpoint.path / checkpoints.STATE}: position: {mistakes(error)}.") from error
+
+    def is_end(self, run: TrainingRun, max_steps: int | None) -> bool:
+        """Whether a resumed run has nothing left to do.
+
+        In a comparison, the sparse run's end by time stays its end unless --max-steps asks for more: one that was
+        stopped while dense trained continues there.
+        """
+        if self.held_out_step != self.step:
+            return False
+        if max_steps is not None and self.step >= max_steps:
+            return True
+        asks_for_more = run.args.max_steps not in (None, self.max_steps)
+        return run.args.compare_dense and run.name == SPARSE and self.finished and not asks_for_more
+
+
+class Outcome(NamedTuple):
+    """What came out of a run."""
 
     run: TrainingRun
-    step: int
-    held_out_loss: float
-    layout_seed: int | None
+    position: Position
     records: list[dict[str, Any]]
+    """Those of metrics.jsonl; on rank 0 only."""
+    signal: int = 0
+    """The signal that stopped it, or 0."""

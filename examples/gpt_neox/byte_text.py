@@ -9,8 +9,7 @@ import torch
 
 from corpus import Corpus
 
-END = 0
-"""The token behind a document."""
+END = b"\0"
 
 
 class Text:
@@ -39,15 +38,14 @@ class Text:
 
     def batches(self, micro_batch: int, rank: int, ranks: int) -> Iterator[torch.Tensor]:
         """This rank's micro-batches (micro_batch, tokens), without end; each pass is in an order of its own."""
-        numbers = self._order()
+        numbers = itertools.chain.from_iterable(self._order(epoch) for epoch in itertools.count())
         while True:
             at_once = [next(numbers) for _ in range(ranks * micro_batch)]
             yield self.training[at_once[rank * micro_batch :][:micro_batch]].long()
 
-    def _order(self) -> Iterator[int]:
-        for epoch in itertools.count():
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            yield from torch.randperm(len(self.training), generator=generator).tolist()
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(len(self.training), generator=generator).tolist()
 
     def held_out_batches(self, micro_batch: int, rank: int, ranks: int) -> list[torch.Tensor]:
         """This rank's share of the held-out sequences."""
@@ -73,6 +71,6 @@ def readable(tokens: torch.Tensor) -> str:
 
 
 def _sequences(corpus: Corpus, held_out: bool, tokens: int) -> torch.Tensor:
-    ended = b"".join(doc.text.encode() + bytes([END]) for doc in corpus.documents if doc.held_out == held_out)
+    ended = b"".join(document.text.encode() + END for document in corpus.documents if document.held_out == held_out)
     whole = len(ended) // tokens * tokens
-    return torch.frombuffer(bytearray(ended[:whole] or b"\0"), dtype=torch.uint8)[:whole].view(-1, tokens)
+    return torch.frombuffer(bytearray(ended[:whole] or END), dtype=torch.uint8)[:whole].view(-1, tokens)

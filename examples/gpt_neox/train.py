@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import math
 import sys
 import time
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,26 +20,23 @@ import torch
 import torch.distributed as dist
 import transformers
 
-import bing_bert_modules  # noqa: F401 - makes those below importable
-
-# isort: split
-from device import DEVICE, DEVICE_SENTENCE, device_name  # before DeepSpeed, as it sets what that will use
-
-# isort: split
 import ds_sparse
 from ds_sparse.plan.model import model_of_config
 from ds_sparse.plan.settings import read_settings
 from ds_sparse.plan.utilisation import StepWork
-from ds_sparse.ranks import rank
 
-import run_folders
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "bing_bert"))
+
+from device import DEVICE, DEVICE_SENTENCE, device_name  # before DeepSpeed, as it sets what that will use
+
+# isort: split
 from byte_text import Text, readable
 from corpus import load_corpus
 from deepspeed_json import load_kernels, read_deepspeed_config
-from modeling import parameter_groups
+from deepspeed_train import STARTED, agree, arguments_of, engine_of, exit_status, mean_loss, parsed
 from report import Progress, forget_peak_memory, how_long, peak_memory_gib, say, speed_in_words
+from run_folders import run_folder
 
-STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
 
 
@@ -64,17 +60,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--print-steps", metavar="N", type=int, default=10, help="steps between lines where no bar is (default: 10)")
     add("--output-dir", metavar="DIR", default="runs/gpt_neox", help="for models (default: runs/gpt_neox)")
     add("--seed", metavar="N", type=int, default=42, help="of weights and data order (default: 42)")
-    add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    ds_sparse.add_config_arguments(parser)
-    args = parser.parse_args()
-    if args.deepspeed_config is None:
-        parser.error("--deepspeed_config FILE is needed, for example configs/bslongformer.json")
-    if args.compare_dense and not args.deepspeed_sparse_attention:
-        parser.error("--compare-dense compares with a sparse run; add --deepspeed_sparse_attention")
-    for name in ("max_seq_length", "max_minutes", "max_steps", "warmup_steps", "eval_sequences", "print_steps"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it has to be above 0")
+    positive = ("max_seq_length", "max_minutes", "max_steps", "warmup_steps", "eval_sequences", "print_steps")
+    args = parsed(parser, positive)
     if not 0 <= args.generate <= args.max_seq_length // 2:
         parser.error(f"--generate is {args.generate}; it has to be from 0 to half of --max-seq-length")
     return args
@@ -108,10 +95,14 @@ def train(
 ) -> Outcome:
     """One training run, to `max_steps`, or until a step could pass `deadline` (seconds of time.monotonic)."""
     forget_peak_memory()
-    engine = build_engine(name, args, config, model_config)
+    torch.manual_seed(args.seed)
+    model = transformers.GPTNeoXForCausalLM(copy.deepcopy(model_config))
+    schedule = partial(transformers.get_inverse_sqrt_schedule, num_warmup_steps=args.warmup_steps)
+    engine = engine_of(arguments_of(args, config, name), model, schedule)
+    torch.manual_seed(args.seed + dist.get_rank())
+
     batches = text.batches(engine.train_micro_batch_size_per_gpu(), dist.get_rank(), dist.get_world_size())
-    started = time.monotonic()
-    progress = Progress(name, 0, max_steps, deadline - started, args.print_steps)
+    progress = Progress(name, 0, max_steps, deadline - time.monotonic(), args.print_steps)
     work, all_figures = step_work(name, args, config, model_config), []
     step, slowest_step, finished = 0, 0.0, False
     while not finished:
@@ -122,9 +113,8 @@ def train(
         step, seconds = step + 1, time.monotonic() - began
         slowest_step = max(slowest_step, seconds)
         all_figures.append(work.figures(seconds))
-        if dist.get_rank() == 0:
-            progress.show(step, loss, all_figures[-1], peak_memory_gib())
-        finished = agree(time.monotonic() + 3 * slowest_step > deadline or step == max_steps)
+        progress.show(step, loss, all_figures[-1], peak_memory_gib())
+        finished, _ = agree(time.monotonic() + 3 * slowest_step > deadline or step == max_steps)
     progress.close()
     if dist.get_rank() == 0:
         engine.module.save_pretrained(folder / name)
@@ -139,31 +129,6 @@ def step_work(
     model = model_of_config(args.config_file, "gpt_neox", model_config.to_dict())
     settings = read_settings(config, args.deepspeed_config, gpus=dist.get_world_size())
     return StepWork.of(block, args.deepspeed_config, model, settings, args.max_seq_length, device_name())
-
-
-def build_engine(
-    name: str, args: argparse.Namespace, config: dict[str, Any], model_config: transformers.GPTNeoXConfig
-) -> Any:
-    """The DeepSpeed engine with a new model, which `ds_sparse.initialize` makes sparse where the flag is on."""
-    args, config = argparse.Namespace(**vars(args)), copy.deepcopy(config)
-    args.deepspeed_sparse_attention = name == "sparse"
-    if args.compare_dense and name == "dense":
-        config.pop("sparse_attention", None)  # the block is off by design: nobody needs a line about it
-    args.deepspeed_config = config
-    torch.manual_seed(args.seed)
-    model = transformers.GPTNeoXForCausalLM(copy.deepcopy(model_config))
-
-    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return transformers.get_inverse_sqrt_schedule(optimizer, args.warmup_steps)
-
-    engine, *_ = ds_sparse.initialize(
-        args=args,
-        model=model,
-        model_parameters=parameter_groups(model, config["optimizer"]["params"].get("weight_decay", 0.0)),
-        lr_scheduler=None if config.get("scheduler") else schedule,
-    )
-    torch.manual_seed(args.seed + dist.get_rank())
-    return engine
 
 
 def train_step(engine: Any, batches: Any) -> float:
@@ -182,17 +147,12 @@ def train_step(engine: Any, batches: Any) -> float:
 
 def held_out_loss(engine: Any, text: Text) -> float:
     """Mean loss of all held-out bytes, in nats."""
-    total = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    micro_batch = engine.train_micro_batch_size_per_gpu()
+    batches = text.held_out_batches(micro_batch, dist.get_rank(), dist.get_world_size())
     engine.eval()
     with torch.no_grad():
-        for batch in text.held_out_batches(
-            engine.train_micro_batch_size_per_gpu(), dist.get_rank(), dist.get_world_size()
-        ):
-            tokens = batch.to(DEVICE)
-            loss = engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss.double()
-            total += torch.stack([loss * len(tokens), torch.full_like(loss, len(tokens))])
-    dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+        tokens = (batch.to(DEVICE) for batch in batches)
+        return mean_loss((engine.module(input_ids=x, labels=x, use_cache=False).loss, len(x)) for x in tokens)
 
 
 def generated(engine: Any, text: Text, args: argparse.Namespace) -> str:
@@ -209,27 +169,12 @@ def generated(engine: Any, text: Text, args: argparse.Namespace) -> str:
     return readable(tokens[0, prompt.shape[1] :])
 
 
-def agree(finished: bool) -> bool:
-    """Whether rank 0 says that the run is finished."""
-    decision = torch.tensor([int(finished)], device=DEVICE)
-    dist.broadcast(decision, src=0)
-    return bool(decision[0])
-
-
-def new_folder(output_dir: Path) -> Path:
-    """A numbered folder, the same on every rank."""
-    found = [run_folders.new_run_folder(output_dir) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
-def main() -> None:
+def main() -> int:
     args = parse_arguments()
     say(DEVICE_SENTENCE)
     model_config = transformers.GPTNeoXConfig.from_json_file(args.config_file)
     model_config.max_position_embeddings = args.max_seq_length
-    heads, layers = model_config.num_attention_heads, model_config.num_hidden_layers
-    config = read_deepspeed_config(args, heads, layers, DEVICE)
+    config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers, DEVICE)
     check_json(config, args.deepspeed_config)
     ds_sparse.init_distributed(verbose=False)
     load_kernels(config, args.deepspeed_config)
@@ -238,7 +183,7 @@ def main() -> None:
     say(text.describe())
 
     names = ["sparse" if args.deepspeed_sparse_attention else "dense"] + ["dense"] * args.compare_dense
-    folder, outcomes = new_folder(Path(args.output_dir)), {}
+    folder, outcomes = run_folder(Path(args.output_dir)), {}
     for number, name in enumerate(names):
         now = time.monotonic()
         deadline = now + (STARTED + args.max_minutes * 60 - now) / (len(names) - number)
@@ -246,6 +191,7 @@ def main() -> None:
         outcomes[name] = train(name, args, config, model_config, text, folder, max_steps, deadline)
     show_results(outcomes, text, args, folder)
     dist.barrier()
+    return 0
 
 
 def show_results(outcomes: dict[str, Outcome], text: Text, args: argparse.Namespace, folder: Path) -> None:
@@ -264,10 +210,4 @@ def show_results(outcomes: dict[str, Outcome], text: Text, args: argparse.Namesp
 
 
 if __name__ == "__main__":
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"train.py{f' (rank {rank()})' if rank() else ''}: {error}")
-    dist.destroy_process_group()
+    sys.exit(exit_status(main))

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import CLS, MASK, NOT_PREDICTED, PAD, SEP, SPECIAL_TOKENS, Batch
+from data import NOT_PREDICTED, Batch
 from masked_lines import COLUMNS, MaskedLines
+from tokens import CLS, MASK, PAD, SEP, SPECIAL_TOKENS
 
 VOCABULARY = [*SPECIAL_TOKENS, "def", "get", "##_all", "(", "self", "name", "return", ")", ":"]
 SOURCE = ["def", "get", "##_all", "(", "self", "name", ")", ":", "return", "self", "(", "name", ")"] * 8

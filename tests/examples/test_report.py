@@ -105,7 +105,9 @@ def test_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, out, err):
     assert ("100%" in bar and "step 8  loss 1.2500" in bar) if err else bar == ""
 
 
-def test_progress_where_the_time_is_already_up(capsys):
+def test_progress_where_no_time_limit_is_or_the_time_is_already_up(capsys):
+    Progress("dense", 0, max_steps=None, seconds=float("inf"), print_steps=1).show(1, 2.0, FIGURES, 0.1)
+    assert "no limit" in capsys.readouterr().out
     Progress("dense", first_step=0, max_steps=None, seconds=-1.0, print_steps=1).show(1, 2.0, FIGURES, 0.1)
     assert "dense: step 1  loss 2.0000" in capsys.readouterr().out
 
@@ -143,4 +145,5 @@ def test_mistakes_name_the_key_and_what_was_given():
 def test_a_run_says_when_it_ends_and_how_to_have_it_shorter():
     earlier = "; a smaller --max-minutes or --max-steps ends it earlier"
     assert how_long(None, 5.0) == f"The run ends after 5 minutes at most{earlier}"
+    assert how_long(50, float("inf")) == f"The run ends after step 50 at most{earlier}"
     assert how_long(50, 1.0) == f"The run ends after step 50 or 1 minute at most{earlier}"

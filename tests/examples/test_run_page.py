@@ -1,7 +1,6 @@
 """The page at the end of a run, looked at in headless Chromium."""
 
 import argparse
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ from browser import chromium
 
 import run_page
 from modeling import BertConfig
-from training_run import Ended, TrainingRun
+from training_run import Outcome, Position, TrainingRun
 
 UNIGRAM = 5.0
 CONFIG = {
@@ -28,13 +27,14 @@ def browser():
         yield opened
 
 
-def ended(folder, name="sparse", records=None, layout_seed=7):
+def ended(folder, name="sparse", step=40, records=None, layout_seed=7):
     args = argparse.Namespace(
         deepspeed_config="<b>.json", config_file="model.json", max_seq_length=256, checkpoint_activations=False
     )
     data = SimpleNamespace(max_predictions_per_seq=38, describe=lambda: "Corpus <stdlib>: 12 documents")
     run = TrainingRun(name, args, CONFIG, BertConfig(**MODEL), data, folder / name)
-    return Ended(run, 40, 4.25, layout_seed, records or [{"step": 0, "held_out_mlm_loss": 5.5}, *steps()])
+    position = Position(step, held_out_loss=4.25, layout_seed=layout_seed)
+    return Outcome(run, position, records or [{"step": 0, "held_out_mlm_loss": 5.5}, *steps()])
 
 
 def steps():
@@ -50,7 +50,7 @@ def page(tmp_path_factory):
     (folder / "sparse" / "checkpoints" / "step40" / "state.json").write_text("{}")
     run_page.write_page(
         folder / "report.html",
-        [ended(folder), dataclasses.replace(ended(folder, "dense"), step=14)],
+        [ended(folder), ended(folder, "dense", 14)],
         UNIGRAM,
         "a [MASK] <line>",
     )

@@ -43,6 +43,6 @@ def test_each_micro_batch_of_each_step_has_a_dropout_of_its_own_and_the_loss_is_
 
 def test_a_run_that_continues_draws_its_layout_with_the_seed_that_it_began_with():
     block, args = {"mode": "bigbird", "num_random_blocks": 1}, Namespace(compare_dense=False)
-    run = SimpleNamespace(config={"sparse_attention": block}, args=args, is_sparse=True)
-    assert arguments_of(run, None).deepspeed_config["sparse_attention"] == block
-    assert arguments_of(run, 7).deepspeed_config["sparse_attention"] == block | {"seed": 7}
+    config = {"sparse_attention": block}
+    assert arguments_of(args, config, "sparse").deepspeed_config == config
+    assert arguments_of(args, config, "sparse", 7).deepspeed_config["sparse_attention"] == block | {"seed": 7}
