@@ -1,63 +1,26 @@
 """Phases of pretraining, each from the weights of the one before, at tiny size."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import without_launcher
 
 import earlier_weights
 import phases
 
-EXAMPLE = Path(phases.__file__).parent
-
-PROGRAM = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-import deepspeed_train
-deepspeed_train.save_drawing = deepspeed_train.draw_results = lambda *_: None  # they take longer than the training
-import phases
-arguments, status = sys.argv, []
-for _ in range(2):
-    sys.argv = list(arguments)
-    status.append(phases.main())
-sys.exit(max(status))
-"""
-
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def ran(workplace):
     """The folder of three phases, whose command was given twice, and what was printed."""
-    folder = tmp_path_factory.mktemp("phases")
-    (folder / "corpus").mkdir()
-    words = (Path(os.__file__).parent / "argparse.py").read_text().split()
-    for number in range(40):
-        (folder / "corpus" / f"{number}.txt").write_text(" ".join(words[number * 60 :][:900]))
-    model = {
-        "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    }  # fmt: skip
-    (folder / "model.json").write_text(json.dumps({"name": "small", "bert_model_config": model}))
     arguments = [
-        "--phase", "128:3", "--phase", "256:2", "--phase", "1024:2:sparse", "--output-dir", folder / "runs",
-        "--cf", folder / "model.json", "--corpus", folder / "corpus", "--eval-sequences", 2,
+        "--phase", "128:3", "--phase", "256:2", "--phase", "1024:2:sparse", "--output-dir",
+        str(workplace.folder / "runs"), "--cf", str(workplace.folder / "model.json"), "--corpus",
+        str(workplace.folder / "corpus"), "--eval-sequences", "2",
     ]  # fmt: skip
-    command = [sys.executable, "-c", PROGRAM, str(EXAMPLE), *map(str, arguments)]
-    clean = {"DS_SPARSE_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, env=without_launcher() | clean, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "runs", done.stdout
-
-
-def test_the_learning_rate_rises_in_a_line_and_then_falls_as_the_root_of_steps():
-    factor = phases.deepspeed_train.learning_rate_factor
-    assert [factor(4, step) for step in (0, 1, 3, 15)] == [0.25, 0.5, 1, 0.5]
+    ended = workplace.run([arguments] * 2, program="phases")
+    assert [status for status, _ in ended] == [0, 0], ended
+    return workplace.folder / "runs", "".join(printed for _, printed in ended)
 
 
 def weights(run, step):
@@ -66,8 +29,8 @@ def weights(run, step):
 
 
 @pytest.mark.slow("trains three phases")
-def test_each_phase_begins_where_the_one_before_ended(ran):
-    folder, _ = ran
+def test_each_phase_begins_where_the_one_before_ended_and_a_finished_one_is_not_trained_again(ran):
+    folder, printed = ran
     short, middle = folder / "1-128-dense" / "0001" / "dense", folder / "2-256-dense" / "0001" / "dense"
     long = folder / "3-1024-sparse" / "0001" / "sparse"
     words = "bert.embeddings.word_embeddings.weight"
@@ -78,20 +41,15 @@ def test_each_phase_begins_where_the_one_before_ended(ran):
     assert (after[earlier_weights.POSITIONS][:256] - positions).abs().max() < 0.02
     assert weights(long, 2)[earlier_weights.POSITIONS].shape[0] == 1024
 
-
-@pytest.mark.slow("trains three phases")
-def test_the_original_json_trains_all_phases_and_says_what_it_does_without(ran):
-    _, printed = ran
     assert printed.count("The JSON asks for Lamb, which DeepSpeed has on GPUs only: AdamW with lr 1e-3") == 6
-    for lines in ("dense: step 3", "dense: step 2", "sparse: step 2"):
-        assert lines in printed
-
-
-@pytest.mark.slow("trains three phases")
-def test_the_same_command_trains_no_finished_phase_again(ran):
-    folder, printed = ran
+    assert printed.count("The run ends after step 3 at most; ") == 2 and "minutes at most" not in printed
     assert printed.count("nothing left to train") == 3
     assert sorted(path.name for path in folder.glob("*/*")) == ["0001"] * 3
+
+
+def test_the_learning_rate_rises_in_a_line_and_then_falls_as_the_root_of_steps():
+    factor = phases.deepspeed_train.learning_rate_factor
+    assert [factor(4, step) for step in (0, 1, 3, 15)] == [0.25, 0.5, 1, 0.5]
 
 
 @pytest.mark.parametrize("text", ["128", "128:0", "0:5", "128:5:dense:1", "128:5:wide", "a:5"])

@@ -1,7 +1,6 @@
 """The decoder's run as its users start it: sparse and dense, its losses, what it writes, and its saved models."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,30 +22,20 @@ JSON = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("gpt_neox")
-    (folder / "corpus").mkdir()
-    words = (Path(os.__file__).parent / "argparse.py").read_text().split()
-    for number in range(40):
-        (folder / "corpus" / f"{number}.txt").write_text(" ".join(words[number * 100 : number * 100 + 400]))
-    tiny = json.loads((SCRIPT.parent / "neox_tiny.json").read_text())
+def start(workplace, config: dict, *options: str) -> subprocess.CompletedProcess:
+    folder, tiny = workplace.folder, json.loads((SCRIPT.parent / "neox_tiny.json").read_text())
     tiny |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     (folder / "tiny.json").write_text(json.dumps(tiny))
-    return folder
-
-
-def start(folder: Path, config: dict, *options: str) -> subprocess.CompletedProcess:
     (folder / "ds.json").write_text(json.dumps(config))
-    command = [sys.executable, str(SCRIPT), "--deepspeed_config", "ds.json", "--corpus", "corpus"]
-    command += ["--config-file", "tiny.json", "--max-seq-length", "128", "--output-dir", "runs", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    command = [sys.executable, SCRIPT, "--deepspeed_config", "ds.json", "--corpus", "corpus", "--output-dir", "runs"]
+    command += ["--config-file", "tiny.json", "--max-seq-length", "128", *options]
+    return workplace.execute(command, cwd=folder)
 
 
 @pytest.mark.slow("trains two decoders")
-def test_sparse_and_dense_learn_write_and_are_saved(folder: Path):
+def test_sparse_and_dense_learn_write_and_are_saved(workplace):
     options = ("--compare-dense", "--max-steps", "40", "--warmup-steps", "10", "--generate", "40")
-    ended = start(folder, JSON, "--deepspeed_sparse_attention", *options)
+    ended = start(workplace, JSON, "--deepspeed_sparse_attention", *options)
     assert ended.returncode == 0, ended.stderr
     assert "sparse attention is on in 2 of 2 attention layers" in ended.stdout
     assert ended.stdout.count("The run ends after step 40 or 5 minutes at most; ") == 1
@@ -56,7 +45,7 @@ def test_sparse_and_dense_learn_write_and_are_saved(folder: Path):
     assert all(float(loss) < unigram for _, loss in found)
     written = re.search(r"What sparse writes after it:\n(.*?)\nWhat dense writes", ended.stdout, re.DOTALL)[1]
     assert len(written) >= 20
-    models = folder / "runs" / "0001"
+    models = workplace.folder / "runs" / "0001"
     tokens = torch.randint(1, 256, (1, 100))
     sparse = transformers.AutoModelForCausalLM.from_pretrained(models / "sparse", attn_implementation="ds_sparse")
     dense = transformers.AutoModelForCausalLM.from_pretrained(models / "sparse")
@@ -67,7 +56,7 @@ def test_sparse_and_dense_learn_write_and_are_saved(folder: Path):
 
 
 @pytest.mark.slow("starts the script for five seconds")
-def test_what_it_does_not_train_with_ends_in_a_sentence(folder: Path):
-    ended = start(folder, JSON | {"fp16": {"enabled": True}}, "--generate", "0")
+def test_what_it_does_not_train_with_ends_in_a_sentence(workplace):
+    ended = start(workplace, JSON | {"fp16": {"enabled": True}}, "--generate", "0")
     assert ended.returncode == 1
     assert ended.stderr.strip().splitlines()[-1] == "train.py: ds.json: fp16 is not for this example; take bf16."

@@ -1,12 +1,13 @@
-"""Runs of the pretraining example on any number of ranks, one after the other: forks of a process that imports once.
+"""Runs of an example's program on any number of ranks, one after the other: forks of a process that imports once.
 
-    python tests/examples/example_ranks.py PLACE '[[2, ["--deepspeed_config", "ds.json", ...]], ...]'
+    python tests/examples/run_examples.py PLACE '[[2, "deepspeed_train", ["--deepspeed_config", "ds.json", ...]], ...]'
 
 prints for each run how its ranks ended, 0 or a sentence, and what rank 0 printed, as JSON, a line a run.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -14,27 +15,28 @@ import sys
 import traceback
 from pathlib import Path
 
-os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+os.environ |= {"OMP_NUM_THREADS": "1"}
 sys.path[:0] = [str(Path(__file__).parents[2] / "examples" / "bing_bert")]
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401 - an engine imports it, which takes seconds
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
 
 from ds_sparse import init_distributed  # noqa: E402
 
 import deepspeed_train  # noqa: E402
 
 
-def run(place: Path, ranks: int, arguments: list[str]) -> list[object]:
+def run(place: Path, ranks: int, program: str, arguments: list[str]) -> list[object]:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
-    pids = [fork(place, rank, ranks, arguments) for rank in range(ranks)]
+    pids = [fork(place, rank, ranks, program, arguments) for rank in range(ranks)]
     for pid in pids:
         os.waitpid(pid, 0)
     ended = [json.loads(file.read_text()) if (file := place / f"{rank}.json").exists() else "" for rank in range(ranks)]
     return [*ended, (place / "0.txt").read_text()]
 
 
-def fork(place: Path, rank: int, ranks: int, arguments: list[str]) -> int:
+def fork(place: Path, rank: int, ranks: int, program: str, arguments: list[str]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -42,15 +44,18 @@ def fork(place: Path, rank: int, ranks: int, arguments: list[str]) -> int:
         out = os.open(place / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used beside a store
-        store = f"file://{place}/store"
-        init_distributed(dist_backend="gloo", init_method=store, rank=rank, world_size=ranks, verbose=False)
-        sys.argv = ["deepspeed_train.py", *arguments]
+        if ranks > 1:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used beside a store
+            store = f"file://{place}/store"
+            init_distributed(dist_backend="gloo", init_method=store, rank=rank, world_size=ranks, verbose=False)
+        sys.argv = [program, *arguments]
         try:
-            ended = deepspeed_train.main()
+            ended = importlib.import_module(program).main()
         except ValueError as error:
             ended = str(error)
+        except SystemExit as error:
+            ended = error.code
         (place / f"{rank}.json").write_text(json.dumps(ended))
     except BaseException:  # noqa: BLE001 - a fork must not go on as its parent
         traceback.print_exc()
@@ -60,7 +65,8 @@ def fork(place: Path, rank: int, ranks: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    CPU_Accelerator.is_fp16_supported = lambda self: True  # PyTorch has it on every CPU, if slowly
     # Pictures take longer than the training.
     deepspeed_train.save_drawing = deepspeed_train.draw_results = lambda *_: None
-    for ranks, arguments in json.loads(sys.argv[2]):
-        print(json.dumps(run(Path(sys.argv[1]), ranks, arguments)), flush=True)
+    for ranks, program, arguments in json.loads(sys.argv[2]):
+        print(json.dumps(run(Path(sys.argv[1]), ranks, program, arguments)), flush=True)
