@@ -67,8 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def check_json(config: dict[str, Any], source: str) -> None:
-    """Raises ValueError for what this script does not train with."""
+def check_json(source: str) -> None:
+    """Raises ValueError for what this script does not train with, in a JSON that is right."""
+    config, _ = ds_sparse.load_config(source)
     if config.get("fp16", {}).get("enabled"):
         raise ValueError(f"{source}: fp16 is not for this example; take bf16.")
     if config.get("zero_optimization", {}).get("stage", 0) == 3:
@@ -175,7 +176,7 @@ def main() -> int:
     model_config = transformers.GPTNeoXConfig.from_json_file(args.config_file)
     model_config.max_position_embeddings = args.max_seq_length
     config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers, DEVICE)
-    check_json(config, args.deepspeed_config)
+    check_json(args.deepspeed_config)
     ds_sparse.init_distributed(verbose=False)
     load_kernels(config, args.deepspeed_config)
     say(f"{how_long(args.max_steps, args.max_minutes)}.")
