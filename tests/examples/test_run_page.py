@@ -1,12 +1,15 @@
-"""The page at the end of a run, looked at in headless Chromium."""
+"""The page at the end of a run, looked at in headless Chromium, and its curves."""
 
 import argparse
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
 from browser import chromium
 
 import run_page
+from curves import MOST, curves_svg, draw_loss_curve
 from modeling import BertConfig
 from training_run import Outcome, Position, TrainingRun
 
@@ -67,17 +70,10 @@ def test_it_shows_all_of_a_run_and_asks_for_nothing_from_a_network(browser, page
     )
     said = browser.value("document.body.innerText")
     for words in (
-        "sparse after 40 steps and dense after 14 steps",
-        "4.2500",
-        "5.0000",
-        "40,960",
-        "25.0%",
-        "1.50",
-        "step40, 0.0 MiB",
-        "a [MASK] <line>",
-    ):
-        assert words in said, words
-    for words in ("Corpus <stdlib>: 12 documents", "ds_sparse", "CPU:", "learning rate", "tokens/s", "dense, held out"):
+        "sparse after 40 steps and dense after 14 steps", "4.2500", "5.0000", "40,960", "25.0%", "1.50",
+        "step40, 0.0 MiB", "a [MASK] <line>", "Corpus <stdlib>: 12 documents", "ds_sparse", "CPU:", "learning rate",
+        "tokens/s", "dense, held out",
+    ):  # fmt: skip
         assert words in said, words
     layouts = browser.value(f"[...{frame}.contentDocument.getElementById('left').options].map((one) => one.text)")
     assert layouts == ["<b>.json: layers 0", "<b>.json: layers 1"]
@@ -95,14 +91,10 @@ def test_its_title_has_the_steps_of_each_run(page):
 
 
 def test_keys_of_monitors_are_not_on_the_page():
-    found = run_page.without_secrets(
-        {"comet": {"api_key": "abc", "project": "p"}, "tokens": "t", "runs": [{"token": "d"}]}
-    )
-    assert found == {
-        "comet": {"api_key": "(left out)", "project": "p"},
-        "tokens": "t",
-        "runs": [{"token": "(left out)"}],
-    }
+    given = {"comet": {"api_key": "abc", "project": "p"}, "tokens": "t", "runs": [{"token": "d"}]}
+    found = run_page.without_secrets(given)
+    gone = "(left out)"
+    assert found == {"comet": {"api_key": gone, "project": "p"}, "tokens": "t", "runs": [{"token": gone}]}
 
 
 def test_a_dense_run_without_figures_says_so(tmp_path):
@@ -111,3 +103,33 @@ def test_a_dense_run_without_figures_says_so(tmp_path):
     assert figures["tokens/s, median step"] == figures["checkpoints"] == "-"
     run_page.write_page(tmp_path / "report.html", [one], UNIGRAM, "")
     assert "Attention is dense: there is no layout." in (tmp_path / "report.html").read_text()
+
+
+RECORDS = [{"step": 0, "held_out_mlm_loss": 2.0}, {"step": 1, "mlm_loss": 1.5}]
+
+
+def points(svg, run):
+    """Of the longest curve of a run's colour."""
+    paths = re.findall(rf'<path d="([^"]*)"[^>]*stroke: {run}', svg)
+    return max(len(re.findall("[ML]", path)) for path in paths)
+
+
+def test_the_loss_curve_is_a_picture_of_all_runs(tmp_path):
+    draw_loss_curve(tmp_path / "loss.png", {"sparse": RECORDS, "dense": RECORDS}, unigram=1.0)
+    draw_loss_curve(tmp_path / "loss.png", {"sparse": []}, unigram=1.0)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_a_page_has_loss_learning_rate_and_speed_of_each_run():
+    speed = [{"step": n, "learning_rate": 1e-3, "tokens_per_second": 100 * (n % 2)} for n in range(1, 31)]
+    svg = curves_svg({"sparse": [*RECORDS, *speed], "dense": RECORDS}, unigram=1.0)
+    for words in ("sparse, training", "dense, held out", "unigram cross-entropy", "learning rate", "tokens/s"):
+        assert words in svg
+    assert points(svg, "#1f77b4") == 30
+    assert svg == curves_svg({"sparse": [*RECORDS, *speed], "dense": RECORDS}, unigram=1.0)
+
+
+def test_a_long_run_does_not_make_a_large_page():
+    long = [{"step": n, "mlm_loss": math.sin(n) + n % 7} for n in range(1, 20 * MOST)]
+    assert 100 < points(curves_svg({"sparse": long}, unigram=1.0), "#1f77b4") <= MOST
