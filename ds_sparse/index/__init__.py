@@ -1,9 +1,17 @@
 """Indices: which blocks, windows or pairs of tokens are live, in the forms that operations walk."""
 
 from .block import BlockIndex, as_index
-from .lasting import lasting, plain
 from .packed import PackedIndex
 from .token import TokenIndex
+from .transforms import outside_transforms, unwrap_functorch
 from .window import WindowIndex
 
-__all__ = ["BlockIndex", "PackedIndex", "TokenIndex", "WindowIndex", "as_index", "lasting", "plain"]
+__all__ = [
+    "BlockIndex",
+    "PackedIndex",
+    "TokenIndex",
+    "WindowIndex",
+    "as_index",
+    "outside_transforms",
+    "unwrap_functorch",
+]

@@ -13,7 +13,6 @@ import torch
 
 from ..dispatch import TILE, tile_heights
 from ..layout import causal_cut, check_values, unpack_bits, with_heads
-from .lasting import lasting, plain, refuse_without_values
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
 from .on_device import OnDevice
@@ -22,6 +21,7 @@ from .ready_event import ReadyEvent
 from .strips import Strips
 from .tile_plan import TilePlan
 from .tiles import Tiles
+from .transforms import outside_transforms, refuse_without_values, unwrap_functorch
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -106,7 +106,7 @@ class BlockIndex(OnDevice):
                 or more; above `2**24` rows or columns.
         """
         block = check_block(block)
-        layout = plain("The layout", with_heads(layout))
+        layout = unwrap_functorch("The layout", with_heads(layout))
         return cls._of(layout, block, len(layout))
 
     @classmethod
@@ -136,8 +136,8 @@ class BlockIndex(OnDevice):
             torch.Size([1, 2, 64, 8])
         """
         block = check_block(block)
-        mask = plain("token_mask", token_mask) if isinstance(token_mask, torch.Tensor) else token_mask
-        return cls.build(lasting(layout_of_mask)(mask, block, partial), block)
+        mask = unwrap_functorch("token_mask", token_mask) if isinstance(token_mask, torch.Tensor) else token_mask
+        return cls.build(outside_transforms(layout_of_mask)(mask, block, partial), block)
 
     @classmethod
     def from_flex(cls, block_mask: BlockMask, *, partial: str = "error") -> BlockIndex:
@@ -170,7 +170,7 @@ class BlockIndex(OnDevice):
         return cls.build(layout, block)
 
     @classmethod
-    @lasting
+    @outside_transforms
     def _of(cls, layout: torch.Tensor, block: int, num_heads: int) -> BlockIndex:
         heads, rows, columns = layout.shape
         if max(rows, columns) > MAX_BLOCKS:
@@ -337,7 +337,7 @@ class BlockIndex(OnDevice):
         self._ready.wait(self._tensors)
         return unpack_bits(self.bits, self.columns)
 
-    @lasting
+    @outside_transforms
     def _copied(self, device: torch.device) -> BlockIndex:
         """With its lists and its causal part if they have been made; on a GPU it is built from the bits, as there the
         tiles depend on the device."""
@@ -427,20 +427,20 @@ class BlockIndex(OnDevice):
         if "causal" in self._made:
             yield from self._made["causal"]._held()
 
-    @lasting
+    @outside_transforms
     def _make_causal(self) -> BlockIndex:
         return self._of(causal_cut(self.layout()), self.block, self.num_heads)
 
-    @lasting
+    @outside_transforms
     def _make_lists(self) -> Lists:
         tiles = {key: self.tiles(*key) for key in self._walked()}
         return Lists.make(self.layout(), self.live_blocks, tiles, self.block)
 
-    @lasting
+    @outside_transforms
     def _make_strips(self) -> Strips:
         return Strips.make(self.lists.row_offsets, self.live_blocks, self.block)
 
-    @lasting
+    @outside_transforms
     def _make_tiles(self, side: str, tile: int) -> Tiles:
         plan = TilePlan.make({side: _lines(self.layout(), side)}, self.block, tile)
         return plan.pack(plan.split(_on_host(plan.lengths)[0], self.layout_heads))[side, tile]

@@ -1,29 +1,33 @@
-"""The cache of all indices that are made of what a call was given: bounded, the same in threads, while torch.compile
-traces and in the capture of a CUDA graph.
-
-Each kind of index has a part of it, an `OrderedDict` of its own, which `kept` and `kept_with` fill, bound and read.
-"""
+"""The cache of indices: what is kept, for how long and in how much memory; how a change of a tensor is seen; and what
+a trace of torch.compile and the capture of a CUDA graph may not build."""
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from ctypes import c_char
 from dataclasses import dataclass
 from threading import RLock
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.weak import WeakIdRef
 
-from .contents import Contents, can_tell
-from .lasting import as_it_is
+from .transforms import as_it_is, outside_transforms
 
 BYTES = 1 << 32
-"""Of the tensors that a part keeps; what was used last is kept however large it is."""
+"""Memory of the tensors that a cache keeps; what was used last is kept however large it is."""
 
 KEPT = 16
 """Indices of a layout's parts for other lengths and devices that are kept, the last that were used."""
+
+CPU = torch.device("cpu")
+
+COMPARED_ON_GPU = os.environ.get("DS_SPARSE_CHECK_LAYOUTS", "") not in ("", "0")
+"""Whether the values of tensors on a GPU are compared, too, for which each look waits."""
 
 
 class Holder(Protocol):
@@ -31,77 +35,52 @@ class Holder(Protocol):
         """All tensors whose memory it keeps; some may come twice."""
 
 
-Key = TypeVar("Key", bound=Hashable)
 Kept = TypeVar("Kept", bound="Holder | tuple[Holder, ...]")
-Index = TypeVar("Index", bound=Holder)
 
 captured: set[Holder | tuple[Holder, ...]] = set()
-"""Kept for good: graphs read their memory whenever they are replayed."""
-
-_keeping = RLock()  # modules of one structure share a part, and may run in threads of their own
+"""Values that are kept for good: graphs read their memory whenever they are replayed."""
 
 
 @dataclass(frozen=True, eq=False)
-class Made(Generic[Index]):
-    """What was made of some owners, and what those of them that are tensors held then."""
+class _Entry(Generic[Kept]):
+    """A value, the owners that it was made of, and what those that are tensors held then."""
 
-    index: Index
-    owners: list[WeakIdRef]
-    contents: list[Contents | None]
+    value: Kept
+    owners: Sequence[WeakIdRef] = ()
+    contents: Sequence[Contents | None] = ()
 
     def is_of(self, owners: Sequence[object]) -> bool:
-        """Whether it was made of these, and none has been changed since."""
+        """Whether the value was made of these, and none has been changed since."""
         for ref, held, x in zip(self.owners, self.contents, owners, strict=True):
-            if ref() is not x or not (held is None or held.are_of(x, _is_capturing)):
+            if ref() is not x or not (held is None or held.are_of(x)):
                 return False
         return True
 
-    def _held(self) -> Iterator[Tensor]:
-        yield from self.index._held()
+    def tensors(self) -> Iterator[Tensor]:
+        for holder in self.value if isinstance(self.value, tuple) else (self.value,):
+            yield from holder._held()
         for held in self.contents:
             if held is not None and held.copy is not None:
                 yield held.copy
 
 
-@as_it_is
-def kept(part: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept], most: int = KEPT) -> Kept:
-    """What a part has for the key, built when it is first asked for. The part keeps the last that were used, `most` of
-    them and `BYTES`; what a graph being captured asks for is kept for good."""
-    if torch.compiler.is_compiling():
-        # What is traced changes no part; what is missing refuses to be built there.
-        return part[key] if key in part else build()
-    with _keeping:
-        found = part.get(key)
-        return _add(part, key, build(), most) if found is None else _use(part, key, found)
+class Refusal(NamedTuple):
+    """The sentences for what cannot be built where torch.compile traces, or a CUDA graph is captured.
 
+    Attributes:
+        what: as in "The index of a layout cannot be built".
+        if_traced, if_captured: what to do instead.
+    """
 
-@as_it_is
-def kept_with(
-    part: OrderedDict[Hashable, Made[Index]],
-    owners: Sequence[object],
-    key: Hashable,
-    build: Callable[[], Index],
-    most: int = KEPT,
-) -> Index:
-    """`kept` of what is made of `owners`, tensors among them: as long as all live and no tensor is changed, as far as
-    `Contents` can tell."""
-    if not owners or not all(can_tell(x) for x in owners if isinstance(x, Tensor)):
-        return build()
-    key = (key, *map(id, owners))
+    what: str
+    if_traced: str
+    if_captured: str
 
-    def forget(_: WeakIdRef) -> None:
-        # Without the lock: it may be called anywhere, as where a thread that makes an index is waited for.
-        part.pop(key, None)
-
-    with _keeping:
-        found = part.get(key)
-        if found is not None and found.is_of(owners):
-            return _use(part, key, found).index
-        # Before the index is built: what is written meanwhile is seen at the next look.
-        contents = [Contents(x) if isinstance(x, Tensor) else None for x in owners]
-        made = Made(build(), [WeakIdRef(x, forget) for x in owners], contents)
-        part.pop(key, None)
-        return _add(part, key, made, most).index
+    def check(self, device: torch.device) -> None:
+        """Raises RuntimeError in a trace, and in a capture on the device, where the host waits for nothing."""
+        refuse_traced(self.what, self.if_traced)
+        if device.type == "cuda" and is_capturing():
+            raise RuntimeError(f"{self.what} while a CUDA graph is captured; {self.if_captured}")
 
 
 def refuse_traced(what: str, instead: str) -> None:
@@ -115,44 +94,154 @@ def refuse_traced(what: str, instead: str) -> None:
         raise RuntimeError(f"{what} under torch.compile; {instead}")
 
 
-def refuse_captured(what: str, device: torch.device, instead: str) -> None:
-    """Raises RuntimeError while a CUDA graph is captured on the device, where nothing can be made that the host waits
-    for."""
-    if device.type == "cuda" and _is_capturing():
-        raise RuntimeError(f"{what} while a CUDA graph is captured; {instead}")
-
-
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
+    """Whether the current stream is captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _use(part: OrderedDict[Key, Kept], key: Key, found: Kept) -> Kept:
-    part.move_to_end(key)
-    if _is_capturing():
-        captured.add(found)
-    return found
+class Cache(Generic[Kept]):
+    """Keeps the values that were used last, `most` of them and `BYTES` of tensors, by their keys.
+
+    Threads may share it, and processes that are forked have it as it was. A value that a CUDA graph being captured asks
+    for is kept for good.
+    """
+
+    def __init__(self, most: int = KEPT):
+        self.most = most
+        self._entries: OrderedDict[Hashable, _Entry[Kept]] = OrderedDict()
+
+    @as_it_is
+    def get(
+        self,
+        key: Hashable,
+        build: Callable[[], Kept],
+        refusal: Refusal | None = None,
+        device: torch.device = CPU,
+        owners: Sequence[object] = (),
+    ) -> Kept:
+        """The value of a key, built when it is first asked for.
+
+        Args:
+            refusal: raised where it would have to be built in a trace, or for the device in a capture.
+            owners: objects that it is made of, tensors among them. It is kept as long as all live and no tensor is
+                changed, as far as `Contents` can tell, which a trace cannot.
+        """
+        if torch.compiler.is_compiling():
+            # A trace changes no cache.
+            known = not owners and key in self._entries
+            return self._entries[key].value if known else _built(build, refusal, device)
+        if owners:
+            key = (key, *map(id, owners))
+        with _lock:
+            entry = self._entries.get(key)
+            if entry is None or (owners and not entry.is_of(owners)):
+                if not all(can_tell(x) for x in owners if isinstance(x, Tensor)):
+                    return _built(build, refusal, device)
+                # Before the value is built: what is written meanwhile is seen at the next look.
+                contents = [Contents(x) if isinstance(x, Tensor) else None for x in owners]
+                value = _built(build, refusal, device)
+                # Without the lock: it may be called anywhere, as where a thread that makes an index is waited for.
+                refs = [WeakIdRef(x, lambda _: self._entries.pop(key, None)) for x in owners]
+                self._entries.pop(key, None)
+                entry = self._entries[key] = _Entry(value, refs, contents)
+                while len(self._entries) > 1 and (len(self._entries) > self.most or memory_of(self) > BYTES):
+                    self._entries.popitem(last=False)
+            self._entries.move_to_end(key)
+            if is_capturing():
+                captured.add(entry.value)
+            return entry.value
+
+    def items(self) -> list[tuple[Any, Kept]]:
+        """The keys and values, those that were used last at the end."""
+        return [(key, entry.value) for key, entry in self._listed()]
+
+    def _held(self) -> Iterator[Tensor]:
+        for _, entry in self._listed():
+            yield from entry.tensors()
+
+    def _listed(self) -> list[tuple[Hashable, _Entry[Kept]]]:
+        while True:
+            try:
+                return list(self._entries.items())
+            except RuntimeError:
+                # An owner went while they were listed.
+                continue
 
 
-def _add(part: OrderedDict[Key, Kept], key: Key, made: Kept, most: int) -> Kept:
-    part[key] = made
-    while len(part) > 1 and (len(part) > most or _bytes(part) > BYTES):
-        part.popitem(last=False)
-    return _use(part, key, made)
+def _built(build: Callable[[], Kept], refusal: Refusal | None, device: torch.device) -> Kept:
+    if refusal is not None:
+        refusal.check(device)
+    return build()
 
 
-def _bytes(part: OrderedDict) -> int:
-    """What the tensors of a part take, each counted once: a layout's operations share an index."""
-    sizes: dict[int, int] = {}
-    for value in _values(part):
-        for holder in value if isinstance(value, tuple) else (value,):
-            sizes |= {id(x): x.nbytes for x in holder._held()}
-    return sum(sizes.values())
+_lock = RLock()  # modules of one structure share a cache, and may run in threads of their own
+
+# A data loader's process may be forked while another thread holds the lock.
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=RLock()))
 
 
-def _values(part: OrderedDict) -> list:
-    while True:
-        try:
-            return list(part.values())
-        except RuntimeError:
-            # An owner went while they were listed.
-            continue
+def memory_of(holder: Holder) -> int:
+    """Bytes of the tensors, each counted once: a layout's operations share an index."""
+    return sum({id(x): x.nbytes for x in holder._held()}.values())
+
+
+class Contents:
+    """What a tensor held when this was made, for a later look: also after writes that PyTorch does not count, such as
+    those through `x.numpy()`, `x.data` and memory that another library shares.
+
+    On the CPU all values are compared at each look: in 2 µs those of 64 x 64 bools, in 2 ms those of 16 million. A look
+    at a GPU would wait for it: there PyTorch's count of changes in place tells, and with DS_SPARSE_CHECK_LAYOUTS=1 in
+    the environment, which is for finding mistakes, the values as well.
+
+    Raises:
+        ValueError: `can_tell` is False.
+    """
+
+    @outside_transforms
+    def __init__(self, x: Tensor):
+        if not can_tell(x):
+            raise ValueError("Nothing tells whether this tensor is changed.")
+        self._form = _form(x)
+        self._version = None if x.is_cpu else x._version
+        self._bytes = bytearray(memoryview(_memory(x))) if x.is_cpu else None
+        self.copy: Tensor | None = None
+        if self._bytes:
+            self.copy = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        elif COMPARED_ON_GPU and not x.is_cpu:
+            self.copy = x.detach().clone()
+
+    def are_of(self, x: Tensor) -> bool:
+        """Whether x holds the same. While a CUDA graph is captured, no values of a GPU are looked at."""
+        if self._form != _form(x):
+            return False
+        if self._bytes is not None:
+            return self._bytes == _memory(x)
+        if self._version != x._version:
+            return False
+        return self.copy is None or is_capturing() or torch.equal(self.copy, x)
+
+
+def can_tell(x: Tensor) -> bool:
+    """Whether a change of x can be seen: not where it has no memory, nor on a GPU if it was made in inference mode,
+    which counts no changes."""
+    return not isinstance(x, FakeTensor) and (x.is_cpu or not x.is_inference())
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _memory(x: Tensor) -> Any:
+    """The bytes of a tensor on the CPU in order, its own memory where they lie so. Python compares such a buffer with a
+    bytearray as fast as memory is read."""
+    x = x if x.is_contiguous() else _in_order(x)
+    buffer: Any = (c_char * x.nbytes).from_address(x.data_ptr())
+    buffer.owner = x  # a copy lasts as long as the buffer
+    return buffer
+
+
+@outside_transforms
+def _in_order(x: Tensor) -> Tensor:
+    """A contiguous copy, without what an expanded view repeats."""
+    with unset_fake_temporarily(), torch.no_grad():
+        return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())].contiguous()

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from .block import BlockIndex, as_index
-from .lasting import plain
+from .transforms import unwrap_functorch
 
 DOCUMENT_LAYOUTS = ("own", "row")
 
@@ -55,7 +55,7 @@ class Documents:
                 f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it has to be (documents + 1), with one document at "
                 "least."
             )
-        edges = plain("cu_seqlens", cu_seqlens).tolist()
+        edges = unwrap_functorch("cu_seqlens", cu_seqlens).tolist()
         if edges[0] != 0 or edges[-1] < 1:
             raise ValueError(
                 f"cu_seqlens goes from {edges[0]} to {edges[-1]}; it has to begin with 0 and end with the number of "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from base64 import b85decode, b85encode
-from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 from zlib import compress, decompress
@@ -13,8 +13,14 @@ import torch
 
 from ..layout import crop, pack_bits, unpack_bits
 from .block import BlockIndex
-from .cache import kept, refuse_captured, refuse_traced
-from .lasting import in_a_thread
+from .cache import Cache, Refusal
+from .transforms import in_a_thread
+
+_REFUSAL = Refusal(
+    "The index of a layout cannot be built",
+    "call once with this length before, or use the fused implementation, which looks it up when the graph runs.",
+    "call once with this length before the capture.",
+)
 
 
 class MasterLayout:
@@ -45,8 +51,7 @@ class MasterLayout:
         equal = _in_use.get(self.text)
         self._equal = equal  # found by the text as long as one of the equals lives
         self.layout: torch.Tensor = layout if equal is None else equal.layout
-        self._indices: OrderedDict[tuple[int, torch.device, bool], BlockIndex]
-        self._indices = OrderedDict() if equal is None else equal._indices
+        self._indices: Cache[BlockIndex] = Cache() if equal is None else equal._indices
         _in_use.setdefault(self.text, self)
 
     @property
@@ -56,7 +61,7 @@ class MasterLayout:
     @classmethod
     def read(cls, text: str) -> MasterLayout:
         """The layout of a text: one in use, or one made of it, as where an exported program was loaded."""
-        return _in_use.get(text) or kept(_read, text, lambda: cls._from(text))
+        return _in_use.get(text) or _read.get(text, lambda: cls._from(text))
 
     @classmethod
     def _from(cls, text: str) -> MasterLayout:
@@ -73,28 +78,17 @@ class MasterLayout:
             RuntimeError: it is not there yet, and torch.compile traces or a CUDA graph is captured.
         """
         blocks = -(-tokens // self.block)
-        return kept(self._indices, (blocks, device, causal), lambda: self._build(blocks, device, causal))
+        key = blocks, device, causal
+        return self._indices.get(key, lambda: in_a_thread(partial(self._build, *key)), _REFUSAL, device)
 
     def _build(self, blocks: int, device: torch.device, causal: bool) -> BlockIndex:
-        what = "The index of a layout cannot be built"
-        refuse_traced(
-            what,
-            "call once with this length before, or use the fused implementation, which looks it up when the graph "
-            "runs.",
-        )
-        refuse_captured(what, device, "call once with this length before the capture.")
-
-        def build() -> BlockIndex:
-            part = crop(self.layout, blocks, blocks)
-            index = BlockIndex.build(part if device.type == "meta" else part.to(device), self.block)
-            return (index.causal() if causal else index).to(device)
-
-        return in_a_thread(build)
+        part = crop(self.layout, blocks, blocks)
+        index = BlockIndex.build(part if device.type == "meta" else part.to(device), self.block)
+        return (index.causal() if causal else index).to(device)
 
     def _held(self) -> Iterator[torch.Tensor]:
         yield self.layout
-        for index in tuple(self._indices.values()):
-            yield from index._held()
+        yield from self._indices._held()
 
     def __deepcopy__(self, memo: Any) -> MasterLayout:
         return self
@@ -104,4 +98,4 @@ class MasterLayout:
 
 
 _in_use: WeakValueDictionary[str, MasterLayout] = WeakValueDictionary()  # by text
-_read: OrderedDict[str, MasterLayout] = OrderedDict()  # made of a text, by it
+_read: Cache[MasterLayout] = Cache()  # made of a text, by it

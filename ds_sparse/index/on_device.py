@@ -8,9 +8,9 @@ from typing import Any, Self
 
 import torch
 
-from .cache import refuse_captured, refuse_traced
-from .lasting import lasting
+from .cache import Refusal
 from .ready_event import ReadyEvent
+from .transforms import outside_transforms
 
 
 class OnDevice:
@@ -46,7 +46,7 @@ class OnDevice:
             device = torch.device("cuda", torch.cuda.current_device())
         return self if self.device == device else self._copied(device)
 
-    @lasting
+    @outside_transforms
     def _copied(self, device: torch.device) -> Self:
         self.ready()
         index: Any = self
@@ -55,8 +55,7 @@ class OnDevice:
 
     def _refuse_to_make(self, what: str, instead: str) -> None:
         """Raises RuntimeError where nothing can be made: under torch.compile, and in the capture of a CUDA graph."""
-        refuse_traced(what, instead)
-        refuse_captured(what, self.device, instead)
+        Refusal(what, instead, instead).check(self.device)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of its own, those that were made at first use as well."""

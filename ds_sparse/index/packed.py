@@ -10,9 +10,9 @@ from ..dispatch import tile_heights
 from ..memory import refuse_too_large
 from .block import SIDES, BlockIndex
 from .documents import Documents, index_of_square
-from .lasting import lasting
 from .on_device import OnDevice
 from .packing import block_of
+from .transforms import outside_transforms
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class PackedIndex(OnDevice):
     _made: dict[tuple[str, int, bool], torch.Tensor] = field(init=False, default_factory=dict)
 
     @classmethod
-    @lasting
+    @outside_transforms
     def build(
         cls,
         layout: torch.Tensor | BlockIndex,
@@ -190,7 +190,7 @@ class PackedIndex(OnDevice):
         self._ready.wait(self._tensors)
         return self._made[key]
 
-    @lasting
+    @outside_transforms
     def _make_tile_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
         tiles = self.causal_blocks(causal).tiles(side, tile)
         of_lines = self.spans.index_select(0, tiles.lines.clamp(min=0)) * (tiles.lines >= 0)[:, None]

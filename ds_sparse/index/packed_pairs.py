@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .cache import refuse_captured, refuse_traced
+from .cache import Refusal
 from .documents import Documents, check_document_layout
 
 
@@ -66,9 +66,8 @@ def mask_of_documents(mask: Tensor, cu_seqlens: Tensor, document_layout: str, to
         RuntimeError: under torch.compile; in the capture of a CUDA graph.
     """
     check_document_layout(document_layout)
-    what, instead = "The mask of packed documents cannot be made", "give the mask of the whole row, without cu_seqlens"
-    refuse_traced(what, f"{instead}.")
-    refuse_captured(what, mask.device, f"{instead}.")
+    instead = "give the mask of the whole row, without cu_seqlens."
+    Refusal("The mask of packed documents cannot be made", instead, instead).check(mask.device)
     documents = Documents.read(cu_seqlens).check_fills(tokens)
     mask = mask.reshape((1,) * (2 - mask.dim()) + mask.shape)
     sizes = [x if x > 1 else documents.tokens for x in mask.shape[-2:]]

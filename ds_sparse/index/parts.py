@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,13 +10,22 @@ from torch import Tensor
 
 from ..layout import on_cpu
 from .block import BlockIndex
-from .cache import Made, kept, kept_with, refuse_captured
-from .lasting import lasting
+from .cache import Cache, Refusal
 from .master_layout import MasterLayout
 from .ready_event import ReadyEvent
+from .transforms import outside_transforms
 
 MOST_PARTS = 64
 """Parts and lists of a layout that are kept, the last that were used."""
+
+_UNBUILT, _UNLISTED, _UNREAD = (
+    Refusal(what, "call once before with these numbers.", "call once before the capture.")
+    for what in (
+        "The index of rows of a layout cannot be built",
+        "The keys that queries see cannot be listed",
+        "The layout of an index cannot be read",
+    )
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,18 +85,14 @@ class Parts:
 
     def __init__(self, layout: Tensor, block: int, num_heads: int):
         self.layout, self.block, self.num_heads = layout, block, num_heads
-        self._indices: OrderedDict[Hashable, BlockIndex] = OrderedDict()
-        self._lists: OrderedDict[Hashable, RowLists] = OrderedDict()
-        self._seen: OrderedDict[Hashable, KeysSeen] = OrderedDict()
+        self._indices: Cache[BlockIndex] = Cache(MOST_PARTS)
+        self._lists: Cache[RowLists] = Cache(MOST_PARTS)
+        self._seen: Cache[KeysSeen] = Cache(MOST_PARTS)
 
     def _held(self) -> Iterator[Tensor]:
         yield self.layout
-        for index in tuple(self._indices.values()):
-            yield from index._held()
-        for lists in tuple(self._lists.values()):
-            yield from lists._held()
-        for seen in tuple(self._seen.values()):
-            yield from seen._held()
+        for made in (self._indices, self._lists, self._seen):
+            yield from made._held()
 
     def is_empty(self, rows: range, columns: range) -> bool:
         return not self.layout[:, rows.start : rows.stop, columns.start : columns.stop].any()
@@ -97,14 +101,13 @@ class Parts:
         """The index of some rows and columns alone, where asked for of each row's columns up to its own; built at first
         use."""
 
-        @lasting
+        @outside_transforms
         def build() -> BlockIndex:
-            refuse_captured("The index of rows of a layout cannot be built", device, "call once before the capture.")
             part = self.layout[:, rows.start : rows.stop, columns.start : columns.stop]
             part = part.tril(rows.start - columns.start) if up_to_own else part
             return BlockIndex.build(part.to(device), self.block)
 
-        return kept(self._indices, (rows, columns, device, up_to_own), build, MOST_PARTS)
+        return self._indices.get((rows, columns, device, up_to_own), build, _UNBUILT, device)
 
     def keys_seen(
         self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool, device: torch.device
@@ -112,14 +115,13 @@ class Parts:
         """What `tokens` queries see that begin at each of these positions, of so many keys. Made once for all layers of
         a step."""
 
-        @lasting
+        @outside_transforms
         @on_cpu()
         def build() -> KeysSeen:
-            refuse_captured("The keys that queries see cannot be listed", device, "call once before the capture.")
             seen = self._keys_seen(offsets, tokens, keys, causal)
             return KeysSeen(seen.token.to(device), seen.seen.to(device), seen.all_read)
 
-        return kept(self._seen, (offsets, tokens, keys, causal, device), build, MOST_PARTS).ready()
+        return self._seen.get((offsets, tokens, keys, causal, device), build, _UNLISTED, device).ready()
 
     def _keys_seen(self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool) -> KeysSeen:
         first = tuple(offset // self.block for offset in offsets)
@@ -152,20 +154,18 @@ class Parts:
             order = seen.byte().argsort(dim=-1, descending=True, stable=True)[..., :longest]
             return RowLists(order, of_rows.gather(-1, order.unsqueeze(2).expand(-1, -1, rows, -1)))
 
-        return kept(self._lists, (first_rows, rows, columns), build, MOST_PARTS)
+        return self._lists.get((first_rows, rows, columns), build)
 
 
 def parts_of(layout: BlockIndex | MasterLayout) -> Parts:
     """The parts of a layout, kept as long as it lives. The first call waits for an index's device."""
 
-    @lasting
+    @outside_transforms
     def build() -> Parts:
-        if isinstance(layout, MasterLayout):
-            return Parts(layout.layout.cpu(), layout.block, layout.num_heads)
-        refuse_captured("The layout of an index cannot be read", layout.device, "call once before the capture.")
-        return Parts(layout.layout().cpu(), layout.block, layout.num_heads)
+        live = layout.layout if isinstance(layout, MasterLayout) else layout.layout()
+        return Parts(live.cpu(), layout.block, layout.num_heads)
 
-    return kept_with(_parts, [layout], None, build, MOST_PARTS)
+    return _parts.get("parts", build, _UNREAD, layout.device, [layout])
 
 
-_parts: OrderedDict[Hashable, Made[Parts]] = OrderedDict()
+_parts: Cache[Parts] = Cache(MOST_PARTS)

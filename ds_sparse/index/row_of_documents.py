@@ -7,11 +7,11 @@ from torch.nn.functional import pad
 
 from .block import BlockIndex
 from .documents import Documents, index_of_square
-from .lasting import lasting
+from .transforms import outside_transforms
 from .window import WindowIndex
 
 
-@lasting
+@outside_transforms
 def index_of_row(
     layout: torch.Tensor | BlockIndex,
     cu_seqlens: torch.Tensor,

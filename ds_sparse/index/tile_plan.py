@@ -13,9 +13,9 @@ from torch.nn.functional import pad
 from ..dispatch import HOPPER_TILE
 from ..layout import count_live, pack_bits
 from .cuts import cut_lists
-from .lasting import outside_of_graphs
 from .packing import MAX_LINES, pack_entries_
 from .tiles import Tiles
+from .transforms import outside_of_graphs
 
 TURN = 256
 """Target run length, in tokens, of blocks that only one half of a tile needs before the order switches halves: lists of

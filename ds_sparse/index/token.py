@@ -18,7 +18,6 @@ from ..dispatch import tile_heights
 from ..layout import to_token_mask
 from .block import BlockIndex, check_block
 from .documents import Documents, check_document_layout
-from .lasting import lasting
 from .on_device import OnDevice
 from .packed_pairs import pairs_of_documents
 from .token_forms import (
@@ -33,6 +32,7 @@ from .token_forms import (
     tensors_in,
 )
 from .token_tiles import BLOCK, TokenTiles
+from .transforms import outside_transforms
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ class TokenIndex(OnDevice):
         return cls.from_mask(to_token_mask(index.layout(), index.block)[..., :queries, :keys])
 
     @classmethod
-    @lasting
+    @outside_transforms
     def _build(cls, pairs: TokenPairs) -> TokenIndex:
         row, column, counts = pairs.row, pairs.column, pairs.counts
         if sum(counts) >= 2**31:
@@ -231,7 +231,7 @@ class TokenIndex(OnDevice):
         Made at the first call."""
         return self._once("listed", self._make_listed)
 
-    @lasting
+    @outside_transforms
     def packed(self, cu_seqlens: Tensor, document_layout: str = "own") -> TokenIndex:
         """The pairs of documents packed in one row, of which none sees another. Built at each call, which waits for the
         device twice, however many documents there are; `sparse_attn` with `cu_seqlens` keeps what it builds.
@@ -468,7 +468,7 @@ class TokenIndex(OnDevice):
         if name not in self._made:
             what = "What is missing of a TokenIndex cannot be made"
             self._refuse_to_make(what, "pass index.prepared(), on the device of the operands.")
-            self._made[name] = lasting(make)()
+            self._made[name] = outside_transforms(make)()
             self._ready.record()
         self.ready()
         return self._made[name]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .lasting import plain
+from .transforms import unwrap_functorch
 
 Nested: TypeAlias = "Tensor | list[Nested]"
 """A tensor; for lists of each head a list of tensors; for lists of each sequence and head a list of such lists."""
@@ -124,7 +124,7 @@ def lists_of(name: str, x: Tensor | Sequence, dims: int) -> Nested:
         TypeError: another form of lists, or no such thing.
     """
     if isinstance(x, Tensor):
-        x = plain(name, x)
+        x = unwrap_functorch(name, x)
         if x.is_nested:
             raise TypeError(f"{name} are a jagged tensor; give TokenIndex.from_jagged of it in place of lists.")
         if x.layout != torch.strided:

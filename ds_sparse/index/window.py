@@ -15,8 +15,8 @@ from ..native import instruction_set
 from ..wording import listed
 from .block import BlockIndex
 from .documents import Documents
-from .lasting import lasting
 from .on_device import OnDevice
+from .transforms import outside_transforms
 from .window_sizes import Numbers, global_numbers, of_heads
 
 MAX_ROWS = {"cpu": 4096, "cuda": 2048}
@@ -65,7 +65,7 @@ class WindowIndex(OnDevice):
     places: torch.Tensor | None
 
     @classmethod
-    @lasting
+    @outside_transforms
     def build(
         cls,
         tokens: int,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .lasting import plain
+from .transforms import unwrap_functorch
 
 Numbers = int | Sequence[int] | torch.Tensor
 """One integer or several; a tensor of them is read, which waits for its device."""
@@ -60,7 +60,7 @@ def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
                 f"{name} is a {given.dim()}-D tensor of {given.dtype}; it has to hold integers, in 1-D, which all "
                 "sequences of a batch share."
             )
-        given = plain(name, given).tolist()
+        given = unwrap_functorch(name, given).tolist()
     numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, Integral | torch.SymInt):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterator
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -12,8 +11,8 @@ import torch
 from torch.nn.functional import dropout, pad
 
 from ..block_sizes import rounded_up
-from ..index import BlockIndex, lasting, plain
-from ..index.cache import KEPT, kept, refuse_traced
+from ..index import BlockIndex, outside_transforms, unwrap_functorch
+from ..index.cache import KEPT, Cache, refuse_traced
 from ..index.documents import Documents
 from ..index.master_layout import MasterLayout
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
@@ -105,7 +104,8 @@ class StructuredAttention:
         self.sparsity_config = sparsity_config
         self.implementation = implementation
         self.doubles = doubles
-        self._parts: OrderedDict[tuple[int, ...], _OfHeads] = OrderedDict()
+        # Each head alone, as dropout over several ranks has it, and the deals of several lengths.
+        self._parts: Cache[_OfHeads] = Cache(KEPT + sparsity_config.num_heads)
         self._master = self._build(max_seq_length)
         self._awaits_other_ranks = without_seed(sparsity_config)
         self.synchronize_layout()
@@ -120,9 +120,9 @@ class StructuredAttention:
     def layout(self, layout: torch.Tensor) -> None:
         if layout is self.layout_buffer():
             return
-        self._replace(plain("master_layout", layout) if isinstance(layout, torch.Tensor) else layout)
+        self._replace(unwrap_functorch("master_layout", layout) if isinstance(layout, torch.Tensor) else layout)
 
-    @lasting
+    @outside_transforms
     def _replace(self, layout: torch.Tensor) -> None:
         replacement = _Layout(layout, self.sparsity_config.block, self.sparsity_config.num_heads)
         if not torch.equal(replacement.layout, self._master.layout):
@@ -166,8 +166,7 @@ class StructuredAttention:
             refuse_traced("The layout of a rank's heads cannot be made", "call once with this length before.")
             return _OfHeads(self, heads)
 
-        # Each head alone, as dropout over several ranks has it, and the deals of several lengths.
-        return kept(self._parts, heads, build, KEPT + self.sparsity_config.num_heads)
+        return self._parts.get(heads, build)
 
     def ops_made(self) -> dict[int, SparseOps]:
         """What `ops` has made and still keeps, by length."""
@@ -294,7 +293,7 @@ class StructuredAttention:
         _check_broadcasts("key_padding_mask", key_padding_mask, (batch, key.shape[2]))
         _check_broadcasts("attn_mask", attn_mask, pairs)
 
-    @lasting
+    @outside_transforms
     @on_cpu()
     def _build(self, seq_len: int) -> _Layout:
         config = self.sparsity_config
@@ -397,7 +396,7 @@ class _Layout(MasterLayout):
             )
         super().__init__(share_equal_heads(layout), block, num_heads)
         self.longer: dict[int, _Layout] = {}
-        self._ops: OrderedDict[tuple[int, torch.device], SparseOps] = OrderedDict()
+        self._ops: Cache[SparseOps] = Cache()
 
     def ops(self, tokens: int, device: torch.device) -> SparseOps:
         def build() -> SparseOps:
@@ -409,7 +408,7 @@ class _Layout(MasterLayout):
                 output=MatMul(index, self.block, "dsd"),
             )
 
-        return kept(self._ops, (-(-tokens // self.block), device), build)
+        return self._ops.get((-(-tokens // self.block), device), build)
 
     def __reduce__(self):
         return _Layout, (self.layout, self.block, self.num_heads), {"longer": self.longer}

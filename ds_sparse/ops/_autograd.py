@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from ..index.lasting import as_it_is
+from ..index.transforms import as_it_is
 
 
 class Function(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 from .. import _ops
 from .._ops import add_op_namespace_prefix
 from ..hardware import driver_problem, gpu_problem
-from ..index.lasting import refuse_jit_trace
+from ..index.transforms import refuse_jit_trace
 from ..layout import is_distributed
 
 CUDA_LIBRARY = getattr(_ops, "CUDA_LIBRARY", None) or Path(getattr(_ops, _ops.ops.name).__file__)

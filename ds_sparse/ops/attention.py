@@ -8,9 +8,9 @@ import torch
 
 from ..block_sizes import BLOCK_SIZES
 from ..index import BlockIndex, PackedIndex, as_index
-from ..index.lasting import refuse_without_values
 from ..index.lookup import copy_of, index_of_layout
 from ..index.master_layout import MasterLayout
+from ..index.transforms import refuse_without_values
 from ..layout import with_heads
 from ..wording import listed
 from .attention_function import attend

@@ -18,10 +18,10 @@ from torch.nn.functional import dropout, embedding, pad
 
 from ..index import BlockIndex
 from ..index.cache import refuse_traced
-from ..index.lasting import refuse_without_values
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
+from ..index.transforms import refuse_without_values
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, results_of_nothing
 from .call import AttentionCall

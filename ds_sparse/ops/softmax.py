@@ -8,7 +8,7 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..index import BlockIndex, as_index
-from ..index.lasting import while_traced
+from ..index.transforms import while_traced
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, check_scale, require_kernel
 from ._on_layout import OnLayout

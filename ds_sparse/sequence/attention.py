@@ -12,8 +12,8 @@ from torch import distributed
 
 from ..index.cache import KEPT
 from ..index.documents import Documents
-from ..index.lasting import lasting, outside_of_graphs
 from ..index.master_layout import MasterLayout
+from ..index.transforms import outside_of_graphs, outside_transforms
 from ..layout import causal_cut, count_live, crop
 from ..modules.local_attention import LocalAttention
 from ..modules.structured_attention import StructuredAttention
@@ -208,7 +208,7 @@ class SequenceParallelAttention:
             layout, causal = attention.covering(sum(lengths)), causal or attention.causal
         return self._halos(layout, lengths, query.shape[1], key.shape[1], causal, sinks is not None, query.device)
 
-    @lasting
+    @outside_transforms
     def _halo_on(
         self,
         layout: MasterLayout | None,

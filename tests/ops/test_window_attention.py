@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -33,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import WindowIndex, reference, window_attention, window_matmul, window_softmax
 from ds_sparse.index import lookup
+from ds_sparse.index.cache import Cache
 from ds_sparse.ops import unwindow_matmul
 
 OPERATORS = ("window_attention_forward", "window_attention_backward")
@@ -263,7 +263,7 @@ def test_the_index_of_numbers_is_built_once(device: str, monkeypatch: pytest.Mon
         return built[-1]
 
     monkeypatch.setattr(WindowIndex, "build", classmethod(counted))
-    monkeypatch.setattr(lookup, "_of_windows", OrderedDict())
+    monkeypatch.setattr(lookup, "_of_windows", Cache(most=64))
     inputs = [x.float().to(device) for x in make_case().inputs(torch.float64)]
     for _ in range(3):
         window_attention(*inputs, 6, causal=True)

@@ -1,4 +1,5 @@
-"""What outlives the call that makes it: made outside of the call's modes, of tensors that have values."""
+"""Builds cached objects outside torch modes: an index outlives the call that makes it, so it is made outside inference
+mode, fake tensors, torch.func's transforms and graphs of torch.compile, of tensors that have values."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 
-def lasting(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Decorates what makes something that is kept: outside of inference mode, of FakeTensorMode and of torch.func's
-    transforms, as it outlives them. What it is made of is `plain`."""
+def outside_transforms(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Decorates a function that makes something that is kept: it runs outside inference mode, FakeTensorMode and
+    torch.func's transforms. Its tensors go through `unwrap_functorch` before."""
 
     @outside_of_graphs
     @wraps(make)
@@ -30,6 +31,40 @@ def lasting(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     return made
 
 
+def in_a_thread(make: Callable[[], _Made]) -> _Made:
+    """Runs `make` in a thread of its own: free of the caller's modes (fake tensors, export) and of the memory pool that
+    torch.compile's CUDA graphs take theirs from, which the result would outlive."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+def as_it_is(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Decorates a function that torch.compile leaves as it is, with all that it calls, where a graph has ended around
+    it. Otherwise each function would be compiled alone, with graphs of an index that is built once."""
+    private: Any = eval_frame
+    if hasattr(private, "set_code_exec_strategy"):  # else more is compiled than need be, and no less
+        skip = private._FrameAction.SKIP
+        private.set_code_exec_strategy(run.__code__, private._FrameExecStrategy(skip, skip))
+    return run
+
+
+def outside_of_graphs(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Decorates a function at which torch.compile ends its graph, an error with fullgraph=True.
+    `torch.compiler.disable` would import all of torch.compile, which takes seconds."""
+    not_traced: Any = as_it_is(make)
+    not_traced._torchdynamo_disable = True
+    not_traced._torchdynamo_disable_msg = "ds_sparse builds an index outside of graphs; build it before."
+    return make
+
+
+def while_traced(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Decorates a function that runs once while torch.compile traces, and is no part of the graph, as
+    `torch.compiler.assume_constant_result` does, which would import all of torch.compile."""
+    run_once: Any = run
+    run_once._dynamo_marked_constant = True
+    return run
+
+
 def refuse_jit_trace() -> None:
     """Raises RuntimeError inside of torch.jit.trace, whose record would hold for one length and could not be saved."""
     if torch.jit.is_tracing():
@@ -39,43 +74,8 @@ def refuse_jit_trace() -> None:
         )
 
 
-def in_a_thread(make: Callable[[], _Made]) -> _Made:
-    """What `make` returns in a thread of its own: free of the caller's modes (fake tensors, export) and, as it outlives
-    the call, of the memory pool that torch.compile's CUDA graphs take theirs from."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
-
-
-def as_it_is(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Decorates what is in no graph of its own: where a graph of torch.compile has ended around it, it and all that it
-    calls run as they are. Otherwise each function would be compiled alone, with graphs of an index that is built once.
-    """
-    private: Any = eval_frame
-    if hasattr(private, "set_code_exec_strategy"):  # else more is compiled than need be, and no less
-        skip = private._FrameAction.SKIP
-        private.set_code_exec_strategy(run.__code__, private._FrameExecStrategy(skip, skip))
-    return run
-
-
-def outside_of_graphs(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Decorates what torch.compile is not to trace: its graph ends there, which with fullgraph=True is an error.
-    `torch.compiler.disable` would import all of torch.compile, which takes seconds."""
-    not_traced: Any = as_it_is(make)
-    not_traced._torchdynamo_disable = True
-    not_traced._torchdynamo_disable_msg = "ds_sparse builds an index outside of graphs; build it before."
-    return make
-
-
-def while_traced(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Decorates what runs once while torch.compile traces, and is no part of the graph. As
-    `torch.compiler.assume_constant_result`, which would import all of torch.compile."""
-    run_once: Any = run
-    run_once._dynamo_marked_constant = True
-    return run
-
-
-def plain(name: str, x: torch.Tensor) -> torch.Tensor:
-    """x without what torch.func.grad and vjp wrap around it.
+def unwrap_functorch(name: str, x: torch.Tensor) -> torch.Tensor:
+    """x without the wrappers of torch.func.grad and vjp.
 
     Raises:
         ValueError: x is another for each sample of torch.vmap, or has no values.
