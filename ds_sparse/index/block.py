@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -310,7 +309,8 @@ class BlockIndex(OnDevice):
         if not self.reaches_ahead:
             return self
         if "causal" not in self._made:
-            self._refuse_to_make("The blocks above the diagonal cannot be left out of an index", "pass index.causal().")
+            what = "The blocks above the diagonal cannot be left out of an index"
+            self._refuse_to_make("pass index.causal().", what)
             self._made["causal"] = self._make_causal()
         return self._made["causal"]
 
@@ -324,7 +324,7 @@ class BlockIndex(OnDevice):
         """The live blocks of each block row, L * R numbers on the host; asking for them first synchronises once."""
         if "row_lengths" not in self._made:
             what = "The live blocks of rows, which the gradient of distance_bias takes, cannot be counted"
-            self._refuse_to_make(what, "read index.row_lengths once before, which keeps it.")
+            self._refuse_to_make("read index.row_lengths once before, which keeps it.", what)
             self._made["row_lengths"] = self.lists.row_offsets.diff().tolist()
         return self._made["row_lengths"]
 
@@ -405,27 +405,6 @@ class BlockIndex(OnDevice):
         """Sides and heights of the tiles that products walk."""
         by_rows = {("rows", height) for height in tile_heights("sdd", self.device, self.block)}
         return by_rows | set(product(SIDES, tile_heights("dsd", self.device, self.block)))
-
-    def _once(self, key: str | tuple[str, int], make: Callable[[], Lists | Strips | Tiles]) -> Any:
-        """What is made at the first call, and kept; the current stream goes behind the end of the making."""
-        if key not in self._made:
-            self._made[key] = make()
-            self._ready.record()
-        self._ready.wait(self._tensors)
-        return self._made[key]
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield self.bits
-        for made in tuple(self._made.values()):
-            if not isinstance(made, BlockIndex | list):
-                yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
-            if isinstance(made, Lists):
-                yield from made.slots.values()
-
-    def _held(self) -> Iterator[torch.Tensor]:
-        yield from self._tensors()
-        if "causal" in self._made:
-            yield from self._made["causal"]._held()
 
     @outside_transforms
     def _make_causal(self) -> BlockIndex:

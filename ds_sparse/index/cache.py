@@ -119,7 +119,7 @@ class Cache(Generic[Kept]):
         device: torch.device = CPU,
         owners: Sequence[object] = (),
     ) -> Kept:
-        """The value of a key, built when it is first asked for.
+        """The value of a key, built when it is first asked for, outside transforms, which it outlives.
 
         Args:
             refusal: raised where it would have to be built in a trace, or for the device in a capture.
@@ -128,18 +128,23 @@ class Cache(Generic[Kept]):
         """
         if torch.compiler.is_compiling():
             # A trace changes no cache.
-            known = not owners and key in self._entries
-            return self._entries[key].value if known else _built(build, refusal, device)
+            if not owners and key in self._entries:
+                return self._entries[key].value
+            if refusal is not None:
+                refuse_traced(refusal.what, refusal.if_traced)
+            return build()
         if owners:
             key = (key, *map(id, owners))
         with _lock:
             entry = self._entries.get(key)
             if entry is None or (owners and not entry.is_of(owners)):
+                if refusal is not None:
+                    refusal.check(device)
                 if not all(can_tell(x) for x in owners if isinstance(x, Tensor)):
-                    return _built(build, refusal, device)
+                    return _built(build)
                 # Before the value is built: what is written meanwhile is seen at the next look.
                 contents = [Contents(x) if isinstance(x, Tensor) else None for x in owners]
-                value = _built(build, refusal, device)
+                value = _built(build)
                 # Without the lock: it may be called anywhere, as where a thread that makes an index is waited for.
                 refs = [WeakIdRef(x, lambda _: self._entries.pop(key, None)) for x in owners]
                 self._entries.pop(key, None)
@@ -168,9 +173,8 @@ class Cache(Generic[Kept]):
                 continue
 
 
-def _built(build: Callable[[], Kept], refusal: Refusal | None, device: torch.device) -> Kept:
-    if refusal is not None:
-        refusal.check(device)
+@outside_transforms
+def _built(build: Callable[[], Kept]) -> Kept:
     return build()
 
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from .block import BlockIndex, check_block
 from .cache import CPU, Cache, Refusal
 from .packed import PackedIndex
-from .row_of_documents import index_of_row
 from .token import TokenIndex
 from .token_forms import tensors_in
-from .transforms import in_a_thread, outside_transforms, unwrap_functorch
-from .window import WindowIndex
+from .transforms import in_a_thread, unwrap_functorch
+from .window import WindowIndex, index_of_row
 from .window_sizes import WindowNumbers
 
 _of_given: Cache[Any] = Cache(most=1024)
@@ -156,7 +155,7 @@ def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: in
     tensors = tensors_in(given)
     device = next((x.device for x in tensors if not x.is_cpu), CPU)
     key = index_of_lists, queries, keys, _nesting(given)
-    return _of_given.get(key, lambda: outside_transforms(build)(), _LISTS, device, tensors)
+    return _of_given.get(key, build, _LISTS, device, tensors)
 
 
 def _owners(*given: Tensor | BlockIndex | TokenIndex) -> list:

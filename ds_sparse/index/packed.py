@@ -1,18 +1,127 @@
-"""PackedIndex: what attention over packed documents walks."""
+"""Documents packed in one row, of which none sees another: where each lies, what attention over them walks, and their
+token pairs and masks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from ..dispatch import tile_heights
 from ..memory import refuse_too_large
-from .block import SIDES, BlockIndex
-from .documents import Documents, index_of_square
+from .block import SIDES, BlockIndex, as_index
+from .cache import Refusal
 from .on_device import OnDevice
 from .packing import block_of
-from .transforms import outside_transforms
+from .transforms import outside_transforms, unwrap_functorch
+
+DOCUMENT_LAYOUTS = ("own", "row")
+
+
+def check_document_layout(document_layout: str) -> None:
+    """Raises ValueError unless it is one of the two meanings that a layout, or token pairs, have for documents."""
+    if document_layout not in DOCUMENT_LAYOUTS:
+        raise ValueError(
+            f"document_layout is {document_layout!r}; it has to be 'own', where each document has the layout from its "
+            "own start, or 'row', where the row's layout ends at the borders of documents."
+        )
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a row, read to the host once.
+
+    Attributes:
+        edges: where each begins, and the row's end: ascending from 0 to the row's tokens. Equal neighbours are a
+            document without tokens.
+    """
+
+    edges: tuple[int, ...]
+
+    @classmethod
+    def read(cls, cu_seqlens: Tensor) -> Documents:
+        """Those of `cu_seqlens` as FlashAttention has it; waits for its device.
+
+        Args:
+            cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to the row's tokens.
+
+        Raises:
+            TypeError: it is no tensor of integers.
+            ValueError: another shape, or numbers that do not ascend from 0; no token.
+        """
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise TypeError(
+                f"cu_seqlens is {what}; it has to be an int32 or int64 tensor with the sums of the documents' lengths: "
+                "0, the first, the first two together, and so on."
+            )
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            raise ValueError(
+                f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it has to be (documents + 1), with one document at "
+                "least."
+            )
+        edges = unwrap_functorch("cu_seqlens", cu_seqlens).tolist()
+        if edges[0] != 0 or edges[-1] < 1:
+            raise ValueError(
+                f"cu_seqlens goes from {edges[0]} to {edges[-1]}; it has to begin with 0 and end with the number of "
+                "all tokens, one at least."
+            )
+        for number, (first, end) in enumerate(pairwise(edges)):
+            if first > end:
+                raise ValueError(
+                    f"cu_seqlens falls from {first} to {end} at document {number}; its numbers have to ascend."
+                )
+        return cls(tuple(edges))
+
+    def check_fills(self, tokens: int) -> Documents:
+        """The documents themselves. Raises ValueError unless they have so many tokens together."""
+        if self.tokens != tokens:
+            raise ValueError(
+                f"The documents of cu_seqlens end at {self.tokens}, and query has {tokens} tokens; the last number of "
+                "cu_seqlens has to be the number of tokens."
+            )
+        return self
+
+    @property
+    def tokens(self) -> int:
+        return self.edges[-1]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [end - first for first, end in pairwise(self.edges)]
+
+    def of_tokens(self, device: torch.device | str) -> Tensor:
+        """int64 (T, 2): for each token where its document begins, and where it ends."""
+        edges = torch.tensor(self.edges, device=device)
+        lengths = edges.diff()
+        both = torch.stack([edges[:-1], edges[1:]], 1)
+        return both.repeat_interleave(lengths, 0, output_size=self.tokens)
+
+
+def index_of_square(layout: Tensor | BlockIndex, block: int | None, tokens: int, of: str) -> BlockIndex:
+    """The index of a layout, or the one given, which may be larger than so many tokens `of` something need.
+
+    Raises:
+        TypeError: a layout of another type or dtype.
+        ValueError: no block, one that is none, or another than that of the index; a layout that is not square, or has
+            too few blocks.
+    """
+    if isinstance(layout, BlockIndex):
+        block = layout.block if block is None else block
+    if block is None:
+        raise ValueError("A layout is given without its block; pass block, as the layout may be larger than needed.")
+    index = as_index(layout, block)
+    wanted = -(-tokens // index.block)
+    if index.rows != index.columns or index.rows < wanted:
+        raise ValueError(
+            f"The layout has {index.rows} x {index.columns} blocks of {index.block}; for {of} of {tokens} tokens it "
+            f"has to be square and have {wanted} x {wanted} blocks or more."
+        )
+    return index
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,18 +159,18 @@ class PackedIndex(OnDevice):
     tokens: int
     documents: int
     blocks: BlockIndex
-    spans: torch.Tensor
-    aligned: torch.Tensor
-    tokens_of: torch.Tensor
-    exists: torch.Tensor
-    _made: dict[tuple[str, int, bool], torch.Tensor] = field(init=False, default_factory=dict)
+    spans: Tensor
+    aligned: Tensor
+    tokens_of: Tensor
+    exists: Tensor
+    _made: dict[tuple[str, int, bool], Tensor] = field(init=False, default_factory=dict)
 
     @classmethod
     @outside_transforms
     def build(
         cls,
-        layout: torch.Tensor | BlockIndex,
-        cu_seqlens: torch.Tensor,
+        layout: Tensor | BlockIndex,
+        cu_seqlens: Tensor,
         block: int | None = None,
         *,
         device: torch.device | str | None = None,
@@ -164,14 +273,10 @@ class PackedIndex(OnDevice):
     def causal_blocks(self, causal: bool) -> BlockIndex:
         """The blocks; with `causal` without those above the diagonal, cut at the first call."""
         if causal and not self.blocks.has_causal:
-            self._refuse_parts(causal)
+            self._refuse_to_make(_instead(causal))
         return self.blocks.causal() if causal else self.blocks
 
-    def _refuse_parts(self, causal: bool) -> None:
-        instead = f"pass index.prepared({'causal=True' if causal else ''})."
-        self._refuse_to_make("What is missing of a PackedIndex cannot be made", instead)
-
-    def tile_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
+    def tile_spans(self, side: str, tile: int, causal: bool) -> Tensor:
         """The spans of the blocks that tiles' lines and entries are, made at the first call.
 
         Args:
@@ -183,15 +288,98 @@ class PackedIndex(OnDevice):
             to wait for a block's number before they could look its span up.
         """
         key = side, tile, causal
-        if key not in self._made:
-            self._refuse_parts(causal)
-            self._made[key] = self._make_tile_spans(*key)
-            self._ready.record()
-        self._ready.wait(self._tensors)
-        return self._made[key]
+        return self._once(key, partial(self._make_tile_spans, *key), _instead(causal))
 
     @outside_transforms
-    def _make_tile_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
+    def _make_tile_spans(self, side: str, tile: int, causal: bool) -> Tensor:
         tiles = self.causal_blocks(causal).tiles(side, tile)
         of_lines = self.spans.index_select(0, tiles.lines.clamp(min=0)) * (tiles.lines >= 0)[:, None]
         return torch.cat([of_lines, self.spans.index_select(0, block_of(tiles.entries))])
+
+
+def _instead(causal: bool) -> str:
+    """How the parts of a `PackedIndex` are made before."""
+    return f"pass index.prepared({'causal=True' if causal else ''})."
+
+
+def pairs_of_documents(
+    rows: Tensor, columns: Tensor, lists: int, size: tuple[int, int], documents: Documents, document_layout: str
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """The pairs of all documents, of those of one document ("own") or of the row ("row"). Waits for the device once,
+    however many documents there are.
+
+    Args:
+        rows, columns: int64 (N) and int32 (N). Of each pair p * queries + i, and j; ascending, as in a `TokenIndex`.
+        lists: how many there are.
+        size: queries and keys.
+
+    Returns:
+        row_offsets, columns and ends, as of a `TokenIndex`.
+
+    Raises:
+        ValueError: pairs for fewer tokens than the longest document, or the row, has; too many pairs.
+    """
+    _check_size("The pairs are", size, documents, document_layout)
+    queries, keys = size
+    first, end = documents.of_tokens(columns.device).unbind(1)
+    tokens = torch.arange(documents.tokens, device=columns.device)
+    if document_layout == "own":
+        line, lowest, bound, added = tokens - first, torch.zeros_like(first), end - first, first
+    else:
+        line, lowest, bound, added = tokens, first, end, torch.zeros_like(first)
+    # Keys ascend within a row: those of a document stand beside each other.
+    places = rows * keys + columns
+    begins = (torch.arange(lists, device=columns.device)[:, None] * queries + line) * keys
+    start, stop = (torch.searchsorted(places, begins + x).flatten() for x in (lowest, bound))
+    counts = stop - start
+    offsets = pad(counts.cumsum(0), (1, 0))
+    ends = tuple(offsets[documents.tokens :: documents.tokens].tolist())
+    if ends[-1] >= 2**31:
+        raise ValueError(f"The documents have {ends[-1]} pairs together; the index holds fewer than 2**31.")
+    to_source, to_column = (
+        x.repeat_interleave(counts, output_size=ends[-1]) for x in (start - offsets[:-1], added.repeat(lists))
+    )
+    source = to_source + torch.arange(ends[-1], device=columns.device)
+    return offsets.int(), (columns[source] + to_column).int(), ends
+
+
+def mask_of_documents(mask: Tensor, cu_seqlens: Tensor, document_layout: str, tokens: int) -> Tensor:
+    """A row's mask, (..., T, T), in which no document sees another. Waits for the device of `cu_seqlens`.
+
+    Args:
+        mask: of one document ("own") or of the row ("row"), bool, or added, which has a gradient; (..., L, L) with L
+            tokens or more than the longest document, or the row, has. A size of 1 stands for all.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to `tokens`.
+        tokens: T, of the row.
+
+    Raises:
+        TypeError, ValueError: arguments of other types or values; a mask that is too small.
+        RuntimeError: under torch.compile; in the capture of a CUDA graph.
+    """
+    check_document_layout(document_layout)
+    instead = "give the mask of the whole row, without cu_seqlens."
+    Refusal("The mask of packed documents cannot be made", instead, instead).check(mask.device)
+    documents = Documents.read(cu_seqlens).check_fills(tokens)
+    mask = mask.reshape((1,) * (2 - mask.dim()) + mask.shape)
+    sizes = [x if x > 1 else documents.tokens for x in mask.shape[-2:]]
+    _check_size("The mask is", (sizes[0], sizes[1]), documents, document_layout)
+    first, _ = documents.of_tokens(mask.device).unbind(1)
+    place = torch.arange(documents.tokens, device=mask.device)
+    place = place - first if document_layout == "own" else place
+    for dim in (-2, -1):
+        if mask.shape[dim] > 1:
+            mask = mask.index_select(dim, place)
+    apart = first[:, None] != first
+    return mask.masked_fill(apart, False if mask.dtype == torch.bool else float("-inf"))
+
+
+def _check_size(what: str, size: tuple[int, int], documents: Documents, document_layout: str) -> None:
+    """Raises ValueError unless there are as many queries and keys as documents need, or more."""
+    of, wanted = "the longest document", max(documents.lengths)
+    if document_layout == "row":
+        of, wanted = "the row", documents.tokens
+    if min(size) < wanted:
+        raise ValueError(
+            f"{what} for {size[0]} query and {size[1]} key tokens, and {of} has {wanted}; it takes as many of both, "
+            "or more."
+        )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +13,13 @@ from ..layout import on_cpu
 from .block import BlockIndex
 from .cache import Cache, Refusal
 from .master_layout import MasterLayout
-from .ready_event import ReadyEvent
-from .transforms import outside_transforms
+from .on_device import OnDevice
 
 MOST_PARTS = 64
-"""Parts and lists of a layout that are kept, the last that were used."""
+"""Layouts whose parts are kept, and parts and lists of each, the last that were used."""
 
 _UNBUILT, _UNLISTED, _UNREAD = (
-    Refusal(what, "call once before with these numbers.", "call once before the capture.")
+    Refusal(what, "call once before.", "call once before the capture.")
     for what in (
         "The index of rows of a layout cannot be built",
         "The keys that queries see cannot be listed",
@@ -29,7 +29,7 @@ _UNBUILT, _UNLISTED, _UNREAD = (
 
 
 @dataclass(frozen=True, eq=False)
-class RowLists:
+class RowLists(OnDevice):
     """The live blocks of some neighbouring block rows, as lists of one length, on the CPU.
 
     Letters: P places where the rows begin, K rows from each, L stored layout heads, N the longest list.
@@ -42,12 +42,13 @@ class RowLists:
     columns: Tensor
     live: Tensor
 
-    def _held(self) -> Iterator[Tensor]:
-        yield from (self.columns, self.live)
+    @property
+    def device(self) -> torch.device:
+        return self.columns.device
 
 
 @dataclass(frozen=True, eq=False)
-class KeysSeen:
+class KeysSeen(OnDevice):
     """The key tokens that some queries see.
 
     Letters: P 1, or the sequences of the batch; L stored layout heads; T queries; M tokens of the longest list.
@@ -61,18 +62,10 @@ class KeysSeen:
     token: Tensor
     seen: Tensor
     all_read: bool
-    _ready: ReadyEvent = field(init=False)
 
-    def __post_init__(self):
-        object.__setattr__(self, "_ready", ReadyEvent(self.token.device))
-
-    def ready(self) -> KeysSeen:
-        """Itself, for the current stream."""
-        self._ready.wait(self._held)
-        return self
-
-    def _held(self) -> Iterator[Tensor]:
-        yield from (self.token, self.seen)
+    @property
+    def device(self) -> torch.device:
+        return self.token.device
 
 
 class Parts:
@@ -85,14 +78,11 @@ class Parts:
 
     def __init__(self, layout: Tensor, block: int, num_heads: int):
         self.layout, self.block, self.num_heads = layout, block, num_heads
-        self._indices: Cache[BlockIndex] = Cache(MOST_PARTS)
-        self._lists: Cache[RowLists] = Cache(MOST_PARTS)
-        self._seen: Cache[KeysSeen] = Cache(MOST_PARTS)
+        self._kept: Cache[Any] = Cache(MOST_PARTS)
 
     def _held(self) -> Iterator[Tensor]:
         yield self.layout
-        for made in (self._indices, self._lists, self._seen):
-            yield from made._held()
+        yield from self._kept._held()
 
     def is_empty(self, rows: range, columns: range) -> bool:
         return not self.layout[:, rows.start : rows.stop, columns.start : columns.stop].any()
@@ -101,13 +91,12 @@ class Parts:
         """The index of some rows and columns alone, where asked for of each row's columns up to its own; built at first
         use."""
 
-        @outside_transforms
         def build() -> BlockIndex:
             part = self.layout[:, rows.start : rows.stop, columns.start : columns.stop]
             part = part.tril(rows.start - columns.start) if up_to_own else part
             return BlockIndex.build(part.to(device), self.block)
 
-        return self._indices.get((rows, columns, device, up_to_own), build, _UNBUILT, device)
+        return self._kept.get(("index", rows, columns, device, up_to_own), build, _UNBUILT, device)
 
     def keys_seen(
         self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool, device: torch.device
@@ -115,13 +104,11 @@ class Parts:
         """What `tokens` queries see that begin at each of these positions, of so many keys. Made once for all layers of
         a step."""
 
-        @outside_transforms
         @on_cpu()
         def build() -> KeysSeen:
-            seen = self._keys_seen(offsets, tokens, keys, causal)
-            return KeysSeen(seen.token.to(device), seen.seen.to(device), seen.all_read)
+            return self._keys_seen(offsets, tokens, keys, causal).to(device)
 
-        return self._seen.get((offsets, tokens, keys, causal, device), build, _UNLISTED, device).ready()
+        return self._kept.get(("seen", offsets, tokens, keys, causal, device), build, _UNLISTED, device).ready()
 
     def _keys_seen(self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool) -> KeysSeen:
         first = tuple(offset // self.block for offset in offsets)
@@ -154,13 +141,12 @@ class Parts:
             order = seen.byte().argsort(dim=-1, descending=True, stable=True)[..., :longest]
             return RowLists(order, of_rows.gather(-1, order.unsqueeze(2).expand(-1, -1, rows, -1)))
 
-        return self._lists.get((first_rows, rows, columns), build)
+        return self._kept.get(("lists", first_rows, rows, columns), build)
 
 
 def parts_of(layout: BlockIndex | MasterLayout) -> Parts:
     """The parts of a layout, kept as long as it lives. The first call waits for an index's device."""
 
-    @outside_transforms
     def build() -> Parts:
         live = layout.layout if isinstance(layout, MasterLayout) else layout.layout()
         return Parts(live.cpu(), layout.block, layout.num_heads)

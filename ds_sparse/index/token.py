@@ -6,8 +6,9 @@ listed twice counts twice; the mask and the sparse CSR tensor, which cannot say 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,9 +18,8 @@ from torch import Tensor
 from ..dispatch import tile_heights
 from ..layout import to_token_mask
 from .block import BlockIndex, check_block
-from .documents import Documents, check_document_layout
 from .on_device import OnDevice
-from .packed_pairs import pairs_of_documents
+from .packed import Documents, check_document_layout, pairs_of_documents
 from .token_forms import (
     Nested,
     TokenPairs,
@@ -33,6 +33,8 @@ from .token_forms import (
 )
 from .token_tiles import BLOCK, TokenTiles
 from .transforms import outside_transforms
+
+_PREPARED = "pass index.prepared(), on the device of the operands."
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +84,7 @@ class TokenIndex(OnDevice):
     ends: tuple[int, ...]
     order: Tensor | None
     documents: int = 0
-    _made: dict[object, object] = field(default_factory=dict)
+    _made: dict[object, object] = field(init=False, default_factory=dict)
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> TokenIndex:
@@ -218,18 +220,18 @@ class TokenIndex(OnDevice):
     def by_key(self) -> tuple[Tensor, Tensor, Tensor]:
         """The pairs by keys: offsets `(P*S + 1)`, the query of each (N), ascending within a key, and its number in row
         order (N). Made at the first call."""
-        return self._once("by_key", self._make_by_key)
+        return self._once("by_key", self._make_by_key, _PREPARED)
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
         """int64 (N) each: of every pair the row, `p*T + i`, and the column, `p*S + j`. Made at the first call."""
-        return self._once("places", self.make_places)
+        return self._once("places", self.make_places, _PREPARED)
 
     @property
     def listed(self) -> Tensor:
         """int64 (N), the number of each pair here, in the order in which the caller listed them, where that is another.
         Made at the first call."""
-        return self._once("listed", self._make_listed)
+        return self._once("listed", self._make_listed, _PREPARED)
 
     @outside_transforms
     def packed(self, cu_seqlens: Tensor, document_layout: str = "own") -> TokenIndex:
@@ -295,14 +297,16 @@ class TokenIndex(OnDevice):
     @property
     def tiles(self) -> TokenTiles | None:
         """The pairs as bits in tiles, where a Hopper GPU's kernels are faster with these. Made at the first call."""
-        return self._once(
-            "tiles", lambda: self.make_tiles() if tile_heights("sparse_attn", self.device, BLOCK) else None
-        )
+
+        def make() -> TokenTiles | None:
+            return self.make_tiles() if tile_heights("sparse_attn", self.device, BLOCK) else None
+
+        return self._once("tiles", make, _PREPARED)
 
     @property
     def repeated(self) -> tuple[int, int] | None:
         """The first pair that is listed twice, if there is one. Looked for at the first call."""
-        return self._once("repeated", self._find_repeated)
+        return self._once("repeated", self._find_repeated, _PREPARED)
 
     def refuse_repeated(self, form: str) -> None:
         """Raises ValueError, which names the first pair that is listed twice, if there is one."""
@@ -456,44 +460,16 @@ class TokenIndex(OnDevice):
 
     def _copied(self, device: torch.device) -> TokenIndex:
         """Copied there once."""
-        return self._once(
-            device,
-            lambda: TokenIndex(
-                self.queries, self.keys, self.batch, self.heads, self.row_offsets.to(device), self.columns.to(device),
-                self.ends, None if self.order is None else self.order.to(device), self.documents,
-            ),
-        )  # fmt: skip
+        return self._once(device, partial(super()._copied, device), _PREPARED)
 
-    def _once(self, name: object, make: Callable) -> Any:
-        if name not in self._made:
-            what = "What is missing of a TokenIndex cannot be made"
-            self._refuse_to_make(what, "pass index.prepared(), on the device of the operands.")
-            self._made[name] = outside_transforms(make)()
-            self._ready.record()
-        self.ready()
-        return self._made[name]
-
-    def _tensors(self) -> Iterator[Tensor]:
-        for x in (*vars(self).values(), *tuple(self._made.values())):
-            if isinstance(x, Tensor):
-                yield x
-            elif isinstance(x, tuple):
-                yield from (part for part in x if isinstance(part, Tensor))
-            elif isinstance(x, TokenTiles):
-                yield from x.tensors()
-
-    def _held(self) -> Iterator[Tensor]:
-        yield from self._tensors()
-        for x in tuple(self._made.values()):
-            if isinstance(x, TokenIndex):
-                yield from x._held()
-
+    @outside_transforms
     def make_places(self) -> tuple[Tensor, Tensor]:
         """`places`, not kept: they are four times as large as the list."""
         lines = torch.arange(self.num_lists * self.queries, device=self.device)
         rows = lines.repeat_interleave(self.row_offsets.long().diff(), output_size=self.num_pairs)
         return rows, rows // max(1, self.queries) * self.keys + self.columns
 
+    @outside_transforms
     def make_tiles(self) -> TokenTiles | None:
         """`tiles` on any device, not kept. None where they would not pay, or cannot say what is listed: a list for each
         sequence, a pair twice. Waits for the device."""
@@ -505,6 +481,7 @@ class TokenIndex(OnDevice):
             return None
         return TokenTiles.make(self.blocks(BLOCK), rows, columns, *sizes)
 
+    @outside_transforms
     def _make_listed(self) -> Tensor:
         starts = (0, *self.ends[:-1])
         counts = [end - start for start, end in zip(starts, self.ends, strict=True)]
@@ -513,6 +490,7 @@ class TokenIndex(OnDevice):
         listed[self.order + of_lists(starts, counts, self.device)] = torch.arange(self.num_pairs, device=self.device)
         return listed
 
+    @outside_transforms
     def _make_by_key(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, columns = self.make_places()
         # Rows ascend already, and so they do within a key after a stable sort; PyTorch sorts small integers fastest.
@@ -521,6 +499,7 @@ class TokenIndex(OnDevice):
         offsets = _offsets_of(ascending, self.num_lists * self.keys)
         return offsets, (rows % max(1, self.queries))[slots].int(), slots.int()
 
+    @outside_transforms
     def _find_repeated(self) -> tuple[int, int] | None:
         rows, columns = self.places
         same = ((rows.diff() == 0) & (columns.diff() == 0)).nonzero()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +39,6 @@ class TokenTiles:
     columns: Tiles
     row_pairs: torch.Tensor
     column_pairs: torch.Tensor
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        for part in (self, self.rows, self.columns):
-            yield from (x for x in vars(part).values() if isinstance(x, torch.Tensor))
 
     @staticmethod
     def may_pay(num_pairs: int, heads: int, queries: int, keys: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ..block_sizes import BLOCK_SIZES
@@ -14,8 +15,8 @@ from ..memory import refuse_too_large
 from ..native import instruction_set
 from ..wording import listed
 from .block import BlockIndex
-from .documents import Documents
 from .on_device import OnDevice
+from .packed import Documents, index_of_square
 from .transforms import outside_transforms
 from .window_sizes import Numbers, global_numbers, of_heads
 
@@ -59,10 +60,10 @@ class WindowIndex(OnDevice):
     num_heads: int
     num_global: int
     blocks: BlockIndex
-    limits: torch.Tensor
-    order: torch.Tensor | None
-    inverse: torch.Tensor | None
-    places: torch.Tensor | None
+    limits: Tensor
+    order: Tensor | None
+    inverse: Tensor | None
+    places: Tensor | None
 
     @classmethod
     @outside_transforms
@@ -71,12 +72,12 @@ class WindowIndex(OnDevice):
         tokens: int,
         window_size: Numbers,
         causal: bool = False,
-        global_tokens: Sequence[int] | torch.Tensor | None = None,
+        global_tokens: Sequence[int] | Tensor | None = None,
         dilation: Numbers = 1,
         *,
         block: int | None = None,
         device: torch.device | str = "cpu",
-        cu_seqlens: torch.Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> WindowIndex:
         """Builds the index for sequences of so many tokens; waits for the device.
 
@@ -171,6 +172,53 @@ class WindowIndex(OnDevice):
         return self.limits.device
 
 
+@outside_transforms
+def index_of_row(
+    layout: Tensor | BlockIndex,
+    cu_seqlens: Tensor,
+    block: int | None,
+    tokens: int,
+    causal: bool,
+    device: torch.device,
+) -> WindowIndex:
+    """The blocks of a row's layout in which a document sees itself, and for each token the range of its document.
+
+    Args:
+        layout: bool, or 0 and 1 as numbers, (R, R) or (H or 1, R, R), R = ceil(tokens / block) or more, of which the
+            top-left part counts; or a `BlockIndex` of such a layout.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to `tokens`.
+        block: tokens on a block's side; that of the `BlockIndex` if one is given.
+        tokens: of the row.
+        causal: whether tokens see none after them.
+        device: where the index is to be.
+
+    Raises:
+        TypeError, ValueError: arguments of other types or values; a layout that is not square, or too small; an index
+            for another block.
+    """
+    documents = Documents.read(cu_seqlens).check_fills(tokens)
+    of_row = index_of_square(layout, block, tokens, "a row")
+    block = of_row.block
+    wanted = -(-tokens // block)
+    limits = documents.of_tokens(device)
+    first, end = pad(limits.T, (0, -tokens % block), mode="replicate").unflatten(1, (wanted, block))
+    first, end = first.amin(1), end.amax(1)
+    share = (first[:, None] < end) & (first < end[:, None])
+    live = of_row.layout()[:, :wanted, :wanted].to(device) & share
+    blocks = BlockIndex.build(live, block).for_heads(of_row.num_heads)
+    return WindowIndex(
+        tokens=tokens,
+        causal=causal,
+        num_heads=of_row.num_heads,
+        num_global=0,
+        blocks=blocks.causal() if causal else blocks,
+        limits=limits.int().unsqueeze(0),
+        order=None,
+        inverse=None,
+        places=None,
+    )
+
+
 def fitting_block(tokens: int, window: int, device_type: str) -> int:
     """The side of the blocks that cover a window in the least time, as measured on CPUs with and without AMX and on an
     H200; larger ones for long sequences, as the index is built from all of tokens / block squared."""
@@ -182,10 +230,10 @@ def fitting_block(tokens: int, window: int, device_type: str) -> int:
     return next((block for block in BLOCK_SIZES if block >= least and tokens <= rows * block), BLOCK_SIZES[-1])
 
 
-def _live_blocks(limits: torch.Tensor, places: torch.Tensor, num_global: int, causal: bool, block: int) -> torch.Tensor:
+def _live_blocks(limits: Tensor, places: Tensor, num_global: int, causal: bool, block: int) -> Tensor:
     """bool (L, R, R): the blocks in which something may be live. Ranges of neighbours touch: each has its own token."""
 
-    def in_blocks(x: torch.Tensor, filled_with: int) -> torch.Tensor:
+    def in_blocks(x: Tensor, filled_with: int) -> Tensor:
         return pad(x, (0, -x.shape[1] % block), value=filled_with).unflatten(1, (-1, block))
 
     tokens = limits.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..index.documents import Documents
+from ..index.packed import Documents
 from ..ops.operands import as_matrix
 
 

@@ -13,8 +13,8 @@ from torch.nn.functional import dropout, pad
 from ..block_sizes import rounded_up
 from ..index import BlockIndex, outside_transforms, unwrap_functorch
 from ..index.cache import KEPT, Cache, refuse_traced
-from ..index.documents import Documents
 from ..index.master_layout import MasterLayout
+from ..index.packed import Documents
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
 from ..ops import MatMul, Softmax, block_sparse_attention
 from ..ops.operands import of_flash

@@ -13,8 +13,8 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix, ops
 from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..index.block import SIDES
-from ..index.documents import check_document_layout
 from ..index.lookup import packed_index_of, row_index_of
+from ..index.packed import check_document_layout
 from ._autograd import Function, differentiable_once
 from .attention_function import attend
 from .attention_operators import implementation_for

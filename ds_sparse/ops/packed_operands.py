@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..index.documents import check_document_layout
+from ..index.packed import check_document_layout
 from ._library import check_inputs
 
 QUERY_KEY_VALUE = ("query", "key", "value")

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from .._ops import add_op_namespace_prefix, ops
 from ..dispatch import Call, choose, largest_head_dim
 from ..index import TokenIndex
-from ..index.documents import check_document_layout
 from ..index.lookup import index_of_lists, packed_pairs_of
+from ..index.packed import check_document_layout
 from ..index.token_forms import Nested, lists_of, tensors_in
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast

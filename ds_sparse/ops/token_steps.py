@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..index import TokenIndex
-from ..index.packed_pairs import mask_of_documents
+from ..index.packed import mask_of_documents
 from ._autograd import first_derivatives_only
 from ._library import check_inputs, under_autocast
 from .operands import broadcasts, factor_of, of_flash, raised

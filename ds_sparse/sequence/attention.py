@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from ..index.cache import KEPT
-from ..index.documents import Documents
 from ..index.master_layout import MasterLayout
+from ..index.packed import Documents
 from ..index.transforms import outside_of_graphs, outside_transforms
 from ..layout import causal_cut, count_live, crop
 from ..modules.local_attention import LocalAttention

@@ -15,7 +15,7 @@ from ds_sparse import TokenIndex, block_sparse_attention, sparse_attn, sparse_ma
 from ds_sparse.index import cache, lookup
 from ds_sparse.index.cache import Cache
 from ds_sparse.index.lookup import copy_of, index_of_layout, index_of_lists, index_of_window, packed_pairs_of
-from ds_sparse.index.packed_pairs import mask_of_documents
+from ds_sparse.index.packed import mask_of_documents
 from ds_sparse.index.window_sizes import WindowNumbers
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_sparse import BlockIndex, PackedIndex, WindowIndex, memory
-from ds_sparse.index.documents import Documents
-from ds_sparse.index.row_of_documents import index_of_row
+from ds_sparse.index.packed import Documents
+from ds_sparse.index.window import index_of_row
 
 CU_SEQLENS = torch.tensor([0, 20, 20, 36, 41], dtype=torch.int32)
 LAYOUT = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...index.documents import Documents
+from ...index.packed import Documents
 from ...models.position_table import base_model, position_table, reserved_rows
 from ...notices import say_notices
 
