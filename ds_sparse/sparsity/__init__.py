@@ -1,9 +1,10 @@
 """Sparsity structures: each is a class that lays out which blocks of the attention matrix exist."""
 
-from ._base import SparsityConfig, SparsityWarning, declared
+from ._base import SparsityConfig
 from ._registry import register_sparsity, sparsity_class, sparsity_modes
 from .bigbird import BigBirdSparsityConfig
 from .bslongformer import BSLongformerSparsityConfig
+from .declarations import SparsityWarning, declared
 from .dense import DenseSparsityConfig
 from .fixed import FixedSparsityConfig
 from .local_sliding_window import LocalSlidingWindowSparsityConfig

@@ -1,4 +1,4 @@
-"""What every sparsity structure has: declared fields, rules between them, and the way from steps to a layout.
+"""The base class of all structures: the way from steps to a layout.
 
 torch is imported where a layout is made: a block is read and checked without it, in a tenth of the time.
 """
@@ -6,120 +6,21 @@ torch is imported where a layout is made: a block is read and checked without it
 from __future__ import annotations
 
 import functools
-import inspect
-import numbers
 import random
-import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError, ValidationError
+from pydantic import Field
 
-from ..block_sizes import BLOCK_SIZES
 from ..memory import machine_memory
-from ..wording import listed
-from ._docstring import with_fields
-from .declarations import DECLARED, DEFAULTS, declared_value
+from ._steps import RowStep
+from .declarations import DECLARED, DEFAULTS, Block, Rule, declared, declared_value
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from ..layout_rows import LayoutRows, RowMaker
-
-REACHES_AHEAD = (
-    "as in DeepSpeed, so a unidirectional layout gets blocks of later tokens. Set strict_causal to true to drop them."
-)
-
-Rule = Callable[..., str | None]
-"""A condition between fields. Its parameters are the names of the fields it reads; it returns the sentence that says
-what is wrong, or None."""
-
-RowStep = Callable[["Tensor", range], object]
-"""A step of a layout that sets the live blocks of some block rows of a head, in place, in a tensor (rows, blocks) of
-any dtype."""
-
-_Structure = TypeVar("_Structure", bound=type)
-
-_given: set[str] = set()
-"""Cautions that this process has given already."""
-
-
-class SparsityWarning(UserWarning):
-    """A structure that does what was asked, but perhaps not what was meant.
-
-    Examples:
-        >>> import warnings
-        >>> import ds_sparse
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore", ds_sparse.SparsityWarning)
-        ...     structure = ds_sparse.FixedSparsityConfig(num_heads=2, attention="unidirectional")
-    """
-
-
-def _block_size(block: int) -> int:
-    if block not in BLOCK_SIZES:
-        # pydantic's own type and wording for a choice, on an integer that stays strict (a Literal would take 16.0).
-        raise PydanticCustomError(
-            "literal_error", "Input should be {expected}", {"expected": listed(BLOCK_SIZES, "or")}
-        )
-    return block
-
-
-def _attention(value: Any, handler: ValidatorFunctionWrapHandler) -> str:
-    try:
-        return handler(value)
-    except ValidationError as error:
-        raise PydanticCustomError(
-            "literal_error",
-            'only "uni/bi-directional" attentions are supported for now! Input should be {expected}',
-            {"expected": "'bidirectional' or 'unidirectional'"},
-        ) from error
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's integers, also inside a list, as those of Python, which are all that strict validation takes."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
-
-
-def _as_list(value: Any) -> Any:
-    """Other sequences of numbers as the list that strict validation takes: tuples, ranges, arrays."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return list(value) if isinstance(value, (tuple, range)) else value
-
-
-Block = Annotated[int, AfterValidator(_block_size), Field(json_schema_extra={"enum": list(BLOCK_SIZES)})]
-Indices = Annotated[list[int], BeforeValidator(_as_list)]
-WindowSizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_as_list), Field(min_length=1)]
-
-Attention = Annotated[
-    Literal["bidirectional", "unidirectional"],
-    WrapValidator(_attention),
-    Field(
-        description="Whether a block sees the blocks after it; inside a block all tokens see each other, see causal."
-    ),
-]
-HorizontalGlobalAttention = Annotated[
-    bool, Field(description="Whether global blocks also attend to all. Needs bidirectional attention.")
-]
-RandomBlocks = Annotated[int, Field(ge=0, description="Blocks drawn at random in every row.")]
-WindowWidth = Annotated[
-    int,
-    Field(
-        ge=0,
-        description="Width of the window in blocks, half of it on either side of the diagonal: an even one counts as "
-        "the next odd one, and 0 is the diagonal.",
-    ),
-]
-GlobalBlockEndIndices = Annotated[
-    Indices | None,
-    Field(description="End (exclusive) of the range that starts at each of global_block_indices; null: single blocks."),
-]
 
 
 def _on_cpu(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -133,87 +34,6 @@ def _on_cpu(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return method(self, seq_len)
 
     return on_the_cpu
-
-
-@dataclass_transform(field_specifiers=(Field,))
-def declared(cls: _Structure) -> _Structure:
-    """Class decorator: the annotated fields become the constructor, its strict validation and the JSON schema.
-
-    A pydantic dataclass, except that attributes which a subclass sets before calling `super().__init__` survive,
-    that the class's `rules` are checked (ValueError), that its `cautions` are given once a process, and that the
-    docstring lists the fields.
-
-    Args:
-        cls: a subclass of `SparsityConfig`. A field is annotated and has a default, as those of `SparsityConfig` have,
-            unless it is keyword-only; pydantic's `Field` gives it bounds and a description.
-
-    Returns:
-        The class, whose constructor takes its own fields after those of its base.
-
-    Raises:
-        TypeError: a field without a default that is not keyword-only.
-
-    Examples:
-        >>> import ds_sparse
-        >>> from pydantic import Field
-        >>> @ds_sparse.declared
-        ... class StripesSparsityConfig(ds_sparse.SparsityConfig):
-        ...     every: int = Field(default=4, ge=1, description="Columns from one live one to the next.")
-        ...
-        ...     def lay_out(self, h, layout):
-        ...         layout[h, :, :: self.every] = 1
-        ...         return layout
-        >>> StripesSparsityConfig(num_heads=1, every=2).make_layout(seq_len=64)[0, 0]
-        tensor([1, 0, 1, 0])
-        >>> StripesSparsityConfig(num_heads=1, every=0)
-        Traceback (most recent call last):
-            ...
-        pydantic_core._pydantic_core.ValidationError: 1 validation error for StripesSparsityConfig
-        every
-          Input should be greater than or equal to 1 ...
-    """
-    made: Any = dataclass(config=ConfigDict(strict=True, extra="forbid"), eq=False)(cls)
-    validated_init = made.__init__
-    parameters = inspect.signature(made).parameters.values()
-    positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    keyword_only = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
-
-    @functools.wraps(validated_init)
-    def __init__(self: SparsityConfig, *args: Any, **kwargs: Any) -> None:
-        earlier = dict(vars(self))
-        if len(args) <= len(positional) and not kwargs.keys() & set(positional[: len(args)]):
-            # By name, so that an error names the field and not its position.
-            args, kwargs = (), dict(zip(positional, args, strict=False)) | kwargs
-        validated_init(self, *map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
-        if type(self).__init__ is not __init__:
-            setattr(self, DECLARED, frozenset(kwargs) & DEFAULTS.keys())
-        for name, value in earlier.items():
-            # A subclass older than our keyword-only fields may use one of their names: it keeps what it set.
-            if name not in vars(self) or (name in keyword_only and name not in kwargs):
-                setattr(self, name, value)
-        for rule in self.rules:
-            require(rule(**{name: self._says(name, vars(self).get(name)) for name in rule_fields(rule)}))
-        self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
-        for _, sentence in self.cautions():
-            if sentence not in _given:
-                _given.add(sentence)
-                warnings.warn(sentence, SparsityWarning, stacklevel=2)
-
-    made.__init__ = __init__
-    setattr(made, DECLARED, frozenset(DEFAULTS))
-    made.__doc__ = with_fields(made.__doc__ or made.__name__, made.__pydantic_fields__)
-    return made
-
-
-def rule_fields(rule: Rule) -> tuple[str, ...]:
-    """Names of the fields that a rule reads."""
-    return tuple(inspect.signature(rule).parameters)
-
-
-def require(broken: str | None) -> None:
-    """Raises ValueError with the sentence of a rule that is broken."""
-    if broken:
-        raise ValueError(broken)
 
 
 @declared
@@ -273,6 +93,9 @@ class SparsityConfig:
     json_defaults: ClassVar[dict[str, Any]] = {}
     """Defaults which differ between DeepSpeed's JSON block and its class."""
 
+    _steps: ClassVar[tuple[str, ...]] = ()
+    """Names of the methods that lay a head out, in their order, each a `row_step`."""
+
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         if "__init__" in vars(cls):
@@ -322,10 +145,14 @@ class SparsityConfig:
         Raises:
             NotImplementedError: in `SparsityConfig` itself.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} lays nothing out: use one of its structures (FixedSparsityConfig, ...), "
-            "or override make_layout(seq_len) in a subclass."
-        )
+        if not self._steps:
+            raise NotImplementedError(
+                f"{type(self).__name__} lays nothing out: use one of its structures (FixedSparsityConfig, ...), "
+                "or override make_layout(seq_len) in a subclass."
+            )
+        for step in self._steps:
+            layout = getattr(self, step)(h, layout)
+        return layout
 
     @_on_cpu
     def setup_layout(self, seq_len: int) -> Tensor:
@@ -458,7 +285,9 @@ class SparsityConfig:
             NotImplementedError: a structure that has none.
             ValueError: too few blocks for the structure.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no rows of its own.")
+        if not self._steps:
+            raise NotImplementedError(f"{type(self).__name__} has no rows of its own.")
+        return [getattr(type(self), step).of_rows(self, h, blocks) for step in self._steps]
 
     def sampler(self, h: int) -> Callable[[range, int], list[int]]:
         """What draws the random blocks of a head.
@@ -519,128 +348,3 @@ def need_memory(heads: int, blocks: int, dtype: torch.dtype) -> None:
             f"A layout of {heads} x {blocks} x {blocks} blocks takes about {need >> 30:,} GiB to make, more than half "
             f"of this machine's {have >> 30:,} GiB. Use a larger block or a shorter sequence."
         )
-
-
-def set_rows(step: RowStep, h: int, layout: Tensor) -> Tensor:
-    """Takes a step in all rows of head `h` of a (H, R, C) layout, in place, and returns the layout."""
-    step(layout[h], range(layout.shape[1]))
-    return layout
-
-
-def within(rows: range, start: int, stop: int) -> slice:
-    """The rows from `start` to `stop`, of those in `rows`, as places in a tensor that holds only these."""
-    return slice(max(0, start - rows.start), max(0, stop - rows.start))
-
-
-def windows(sizes: list[int], blocks: int, unidirectional: bool) -> RowStep:
-    """Consecutive square windows of `sizes` blocks, of which the last repeats, up to `blocks`; lower-triangular if
-    unidirectional."""
-    import torch
-
-    sizes = [min(size, blocks) for size in sizes[:blocks]]
-    sizes += [sizes[-1]] * (max(0, blocks - sum(sizes)) // sizes[-1] + 1)
-    window = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(sizes))[:blocks]
-
-    def step(live: Tensor, rows: range) -> None:
-        mine = window[rows.start : rows.stop]
-        first = int(torch.searchsorted(window, mine[:1]))
-        end = int(torch.searchsorted(window, mine[-1:], right=True))
-        mask = mine[:, None] == window[first:end]
-        live[:, first:end].logical_or_(mask.tril_(rows.start - first) if unidirectional else mask)
-
-    return step
-
-
-def sliding_window(blocks: int, width: int, unidirectional: bool) -> RowStep:
-    """Blocks at most `width // 2` from the diagonal; only the lower half if unidirectional.
-
-    As in DeepSpeed, an even width gives `width + 1` blocks.
-
-    Raises:
-        ValueError: a row has fewer blocks than the window.
-    """
-    import torch
-
-    require(window_fits(width, blocks))
-    back = width // 2
-    ahead = 0 if unidirectional else back
-
-    def step(live: Tensor, rows: range) -> None:
-        first, end = max(0, rows.start - back), min(blocks, rows.stop + ahead)
-        band = torch.ones(len(rows), end - first, dtype=torch.bool)
-        diagonal = rows.start - first
-        live[:, first:end].logical_or_(band.tril_(diagonal + ahead).triu_(diagonal - back))
-
-    return step
-
-
-def global_ranges(starts: list[int], ends: list[int] | None, blocks: int) -> list[tuple[int, int]]:
-    """The global blocks as [start, end) ranges inside a row of `blocks`; those that start beyond it are left out.
-
-    Raises:
-        ValueError: a negative index (counted from the end) reaches before the first block.
-    """
-    require(indices_reach_the_row(starts, ends, blocks))
-    if ends is None:
-        return [(start % blocks, start % blocks + 1) for start in starts if start < blocks]
-    pairs = [(start, end) for start, end in zip(starts, ends, strict=True) if start < blocks]
-    return [slice(start, end).indices(blocks)[:2] for start, end in pairs]
-
-
-def indices_beyond(starts: list[int], blocks: int) -> Iterator[tuple[str, str]]:
-    """The caution about global blocks that `global_ranges` leaves out."""
-    beyond = ", ".join(str(start) for start in starts if start >= blocks)
-    if beyond:
-        yield (
-            "global_block_indices",
-            f"no block {beyond} in this sequence, whose last is {blocks - 1}: ignored, as in DeepSpeed.",
-        )
-
-
-def random_blocks_fit(num_random_blocks: int, blocks: int) -> str | None:
-    return _fit("random blocks", num_random_blocks, blocks)
-
-
-def window_fits(num_sliding_window_blocks: int, blocks: int) -> str | None:
-    return _fit("sliding window blocks", num_sliding_window_blocks, blocks)
-
-
-def global_blocks_fit(num_global_blocks: int, blocks: int) -> str | None:
-    return _fit("global blocks", num_global_blocks, blocks)
-
-
-def _fit(what: str, wanted: int, blocks: int) -> str | None:
-    if blocks < wanted:
-        return f"Number of {what}, {wanted}, must be smaller than overall number of blocks in a row, {blocks}!"
-    return None
-
-
-def indices_reach_the_row(
-    global_block_indices: list[int], global_block_end_indices: list[int] | None, blocks: int
-) -> str | None:
-    for start in global_block_indices if global_block_end_indices is None else ():
-        if start < -blocks:
-            return f"Global block index {start} counts from the end, but a row has only {blocks} blocks!"
-    return None
-
-
-def horizontal_needs_bidirectional(horizontal_global_attention: bool, attention: str) -> str | None:
-    if attention != "bidirectional" and horizontal_global_attention:
-        return 'only "bi-directional" attentions can support horizontal global attention!'
-    return None
-
-
-def ranges_pair_up(global_block_end_indices: list[int] | None, global_block_indices: list[int]) -> str | None:
-    if global_block_end_indices is not None and len(global_block_end_indices) != len(global_block_indices):
-        return (
-            f"Global block start indices length, {len(global_block_indices)}, must be same as global block end indices "
-            f"length, {len(global_block_end_indices)}!"
-        )
-    return None
-
-
-def ranges_run_forward(global_block_end_indices: list[int] | None, global_block_indices: list[int]) -> str | None:
-    for start, end in zip(global_block_indices, global_block_end_indices or (), strict=False):
-        if start >= end:
-            return f"Global block start index, {start}, must be smaller than global block end index, {end}!"
-    return None

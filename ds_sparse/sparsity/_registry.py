@@ -51,7 +51,7 @@ def register_sparsity(mode: str) -> Callable[[_Structure], _Structure]:
     def register(cls: _Structure) -> _Structure:
         if not (isinstance(cls, type) and issubclass(cls, SparsityConfig)):
             raise TypeError(f"Mode {mode!r} needs a subclass of SparsityConfig, got {cls!r}.")
-        if cls.make_layout is SparsityConfig.make_layout and cls.lay_out is SparsityConfig.lay_out:
+        if not cls._steps and cls.make_layout is SparsityConfig.make_layout and cls.lay_out is SparsityConfig.lay_out:
             raise TypeError(
                 f"{cls.__qualname__} lays nothing out: write its make_layout(seq_len), or lay_out(h, layout)."
             )

@@ -4,22 +4,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ._base import (
-    Attention,
-    RandomBlocks,
-    RowStep,
-    SparsityConfig,
-    WindowWidth,
-    declared,
-    global_blocks_fit,
-    random_blocks_fit,
-    require,
-    set_rows,
-    sliding_window,
-    window_fits,
-    within,
-)
+from ._base import SparsityConfig
 from ._registry import register_sparsity
+from ._steps import RowStep, global_blocks_fit, random_blocks_fit, row_step, sliding_window, window_fits, within
+from .declarations import Attention, RandomBlocks, WindowWidth, declared, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,27 +58,11 @@ class BigBirdSparsityConfig(SparsityConfig):
     length_rules = (random_blocks_fit, window_fits, global_blocks_fit)
     json_defaults: ClassVar[dict[str, Any]] = {"num_random_blocks": 0}
 
-    def lay_out(self, h: int, layout: Tensor) -> Tensor:
-        layout = self.set_random_layout(h, layout)
-        layout = self.set_sliding_window_layout(h, layout)
-        return self.set_global_layout_itc(h, layout)
+    _steps = ("set_random_layout", "set_sliding_window_layout", "set_global_layout_itc")
 
-    def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
+    @row_step
+    def set_random_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the random blocks, by DeepSpeed's name."""
-        return set_rows(self._random(h, layout.shape[1]), h, layout)
-
-    def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
-        """The step of `lay_out` for the sliding window, by DeepSpeed's name."""
-        return set_rows(self._window(layout.shape[1]), h, layout)
-
-    def set_global_layout_itc(self, h: int, layout: Tensor) -> Tensor:
-        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
-        return set_rows(self._global(layout.shape[1]), h, layout)
-
-    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
-        return [self._random(h, blocks), self._window(blocks), self._global(blocks)]
-
-    def _random(self, h: int, blocks: int) -> RowStep:
         import torch
 
         require(random_blocks_fit(self.num_random_blocks, blocks))
@@ -111,10 +83,14 @@ class BigBirdSparsityConfig(SparsityConfig):
 
         return step
 
-    def _window(self, blocks: int) -> RowStep:
+    @row_step
+    def set_sliding_window_layout(self, h: int, blocks: int) -> RowStep:
+        """The step of `lay_out` for the sliding window, by DeepSpeed's name."""
         return sliding_window(blocks, self.num_sliding_window_blocks, unidirectional=False)
 
-    def _global(self, blocks: int) -> RowStep:
+    @row_step
+    def set_global_layout_itc(self, h: int, blocks: int) -> RowStep:
+        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         require(global_blocks_fit(self.num_global_blocks, blocks))
 
         def step(live: Tensor, rows: range) -> None:

@@ -5,25 +5,21 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ._base import (
-    Attention,
-    GlobalBlockEndIndices,
-    Indices,
+from ._base import SparsityConfig
+from ._registry import register_sparsity
+from ._steps import (
     RowStep,
-    SparsityConfig,
-    WindowWidth,
-    declared,
     global_ranges,
     indices_beyond,
     indices_reach_the_row,
     ranges_pair_up,
     ranges_run_forward,
-    set_rows,
+    row_step,
     sliding_window,
     window_fits,
     within,
 )
-from ._registry import register_sparsity
+from .declarations import Attention, GlobalBlockEndIndices, Indices, WindowWidth, declared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,25 +62,16 @@ class BSLongformerSparsityConfig(SparsityConfig):
         yield from super().cautions_at(blocks)
         yield from indices_beyond(self.global_block_indices, blocks)
 
-    def lay_out(self, h: int, layout: Tensor) -> Tensor:
-        layout = self.set_sliding_window_layout(h, layout)
-        return self.set_global_layout(h, layout)
+    _steps = ("set_sliding_window_layout", "set_global_layout")
 
-    def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
+    @row_step
+    def set_sliding_window_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the sliding window, by DeepSpeed's name."""
-        return set_rows(self._window(layout.shape[1]), h, layout)
-
-    def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
-        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
-        return set_rows(self._global(layout.shape[1]), h, layout)
-
-    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
-        return [self._window(blocks), self._global(blocks)]
-
-    def _window(self, blocks: int) -> RowStep:
         return sliding_window(blocks, self.num_sliding_window_blocks, unidirectional=False)
 
-    def _global(self, blocks: int) -> RowStep:
+    @row_step
+    def set_global_layout(self, h: int, blocks: int) -> RowStep:
+        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         ranges = global_ranges(self.global_block_indices, self.global_block_end_indices, blocks)
 
         def step(live: Tensor, rows: range) -> None:

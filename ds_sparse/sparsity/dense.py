@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ._base import RowStep, SparsityConfig, declared
+from ._base import SparsityConfig
 from ._registry import register_sparsity
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ._steps import RowStep, row_step
+from .declarations import declared
 
 
 @register_sparsity("dense")
@@ -26,9 +23,8 @@ class DenseSparsityConfig(SparsityConfig):
                  [1, 1]]])
     """
 
-    def lay_out(self, h: int, layout: Tensor) -> Tensor:
-        layout[h] = 1
-        return layout
+    _steps = ("_all",)
 
-    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
-        return [lambda live, rows: live.fill_(1)]
+    @row_step
+    def _all(self, h: int, blocks: int) -> RowStep:
+        return lambda live, rows: live.fill_(1)

@@ -5,19 +5,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ._base import (
-    REACHES_AHEAD,
-    Attention,
-    HorizontalGlobalAttention,
-    RowStep,
-    SparsityConfig,
-    declared,
-    horizontal_needs_bidirectional,
-    set_rows,
-    windows,
-    within,
-)
+from ._base import SparsityConfig
 from ._registry import register_sparsity
+from ._steps import REACHES_AHEAD, RowStep, horizontal_needs_bidirectional, row_step, windows, within
+from .declarations import Attention, HorizontalGlobalAttention, declared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,25 +95,16 @@ class FixedSparsityConfig(SparsityConfig):
                 f"num_global_blocks above 1 makes stripes that start at the first global row, {REACHES_AHEAD}",
             )
 
-    def lay_out(self, h: int, layout: Tensor) -> Tensor:
-        layout = self.set_local_layout(h, layout)
-        return self.set_global_layout(h, layout)
+    _steps = ("set_local_layout", "set_global_layout")
 
-    def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
+    @row_step
+    def set_local_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the local windows, by DeepSpeed's name."""
-        return set_rows(self._local(layout.shape[1]), h, layout)
-
-    def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
-        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
-        return set_rows(self._global(h, layout.shape[1]), h, layout)
-
-    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
-        return [self._local(blocks), self._global(h, blocks)]
-
-    def _local(self, blocks: int) -> RowStep:
         return windows([self.num_local_blocks], blocks, self.attention == "unidirectional")
 
-    def _global(self, h: int, blocks: int) -> RowStep:
+    @row_step
+    def set_global_layout(self, h: int, blocks: int) -> RowStep:
+        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         import torch
 
         unidirectional = self.attention == "unidirectional"

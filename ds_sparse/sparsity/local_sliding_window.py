@@ -1,23 +1,11 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
-from ._base import (
-    Attention,
-    RowStep,
-    SparsityConfig,
-    WindowWidth,
-    declared,
-    set_rows,
-    sliding_window,
-    window_fits,
-)
+from ._base import SparsityConfig
 from ._registry import register_sparsity
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ._steps import RowStep, row_step, sliding_window, window_fits
+from .declarations import Attention, WindowWidth, declared
 
 
 @register_sparsity("local_sliding_window")
@@ -49,15 +37,9 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
     length_rules = (window_fits,)
 
-    def lay_out(self, h: int, layout: Tensor) -> Tensor:
-        return self.set_sliding_window_layout(h, layout)
+    _steps = ("set_sliding_window_layout",)
 
-    def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
+    @row_step
+    def set_sliding_window_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the sliding window, by DeepSpeed's name."""
-        return set_rows(self._window(layout.shape[1]), h, layout)
-
-    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
-        return [self._window(blocks)]
-
-    def _window(self, blocks: int) -> RowStep:
         return sliding_window(blocks, self.num_sliding_window_blocks, self.attention == "unidirectional")

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ._base import RandomBlocks, RowStep, SparsityConfig, declared, require, set_rows, sliding_window, within
+from ._base import SparsityConfig
 from ._registry import register_sparsity
+from ._steps import RowStep, row_step, sliding_window, within
+from .declarations import RandomBlocks, declared, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,16 +68,11 @@ class TransformersBigBirdSparsityConfig(SparsityConfig):
     length_rules = (long_enough_for_blocks,)
     json_defaults: ClassVar[dict[str, Any]] = {"num_random_blocks": 0}  # as in bigbird, whose key it is
 
-    def lay_out(self, h: int, layout: Tensor) -> Tensor:
-        for step in self.row_steps(h, layout.shape[1]):
-            set_rows(step, h, layout)
-        return layout
+    _steps = ("_random", "_window", "_edges")
 
-    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
-        require(long_enough_for_blocks(self.num_random_blocks, blocks))
-        return [self._random(h, blocks), sliding_window(blocks, 3, unidirectional=False), self._global(blocks)]
-
+    @row_step
     def _random(self, h: int, blocks: int) -> RowStep:
+        require(long_enough_for_blocks(self.num_random_blocks, blocks))
         seed = self._says("seed")
         seed = random.getrandbits(32) if seed is None else seed
         columns = _random_blocks(seed, self.num_heads, blocks, self.block, self.num_random_blocks)[h]
@@ -86,7 +83,12 @@ class TransformersBigBirdSparsityConfig(SparsityConfig):
 
         return step
 
-    def _global(self, blocks: int) -> RowStep:
+    @row_step
+    def _window(self, h: int, blocks: int) -> RowStep:
+        return sliding_window(blocks, 3, unidirectional=False)
+
+    @row_step
+    def _edges(self, h: int, blocks: int) -> RowStep:
         def step(live: Tensor, rows: range) -> None:
             for edge in (0, blocks - 1):
                 live[within(rows, edge, edge + 1)] = 1

@@ -5,17 +5,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ._base import (
+from ._base import SparsityConfig
+from ._registry import register_sparsity
+from ._steps import (
     REACHES_AHEAD,
-    Attention,
-    GlobalBlockEndIndices,
-    HorizontalGlobalAttention,
-    Indices,
-    RandomBlocks,
     RowStep,
-    SparsityConfig,
-    WindowSizes,
-    declared,
     global_ranges,
     horizontal_needs_bidirectional,
     indices_beyond,
@@ -23,12 +17,20 @@ from ._base import (
     random_blocks_fit,
     ranges_pair_up,
     ranges_run_forward,
-    require,
-    set_rows,
+    row_step,
     windows,
     within,
 )
-from ._registry import register_sparsity
+from .declarations import (
+    Attention,
+    GlobalBlockEndIndices,
+    HorizontalGlobalAttention,
+    Indices,
+    RandomBlocks,
+    WindowSizes,
+    declared,
+    require,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,27 +89,11 @@ class VariableSparsityConfig(SparsityConfig):
         yield from super().cautions_at(blocks)
         yield from indices_beyond(self.global_block_indices, blocks)
 
-    def lay_out(self, h: int, layout: Tensor) -> Tensor:
-        layout = self.set_random_layout(h, layout)
-        layout = self.set_local_layout(h, layout)
-        return self.set_global_layout(h, layout)
+    _steps = ("set_random_layout", "set_local_layout", "set_global_layout")
 
-    def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
+    @row_step
+    def set_random_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the random blocks, by DeepSpeed's name."""
-        return set_rows(self._random(h, layout.shape[1]), h, layout)
-
-    def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
-        """The step of `lay_out` for the local windows, by DeepSpeed's name."""
-        return set_rows(self._local(layout.shape[1]), h, layout)
-
-    def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
-        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
-        return set_rows(self._global(layout.shape[1]), h, layout)
-
-    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
-        return [self._random(h, blocks), self._local(blocks), self._global(blocks)]
-
-    def _random(self, h: int, blocks: int) -> RowStep:
         import torch
 
         require(random_blocks_fit(self.num_random_blocks, blocks))
@@ -117,10 +103,14 @@ class VariableSparsityConfig(SparsityConfig):
         )
         return lambda live, rows: live.scatter_(1, columns[rows.start : rows.stop], 1)
 
-    def _local(self, blocks: int) -> RowStep:
+    @row_step
+    def set_local_layout(self, h: int, blocks: int) -> RowStep:
+        """The step of `lay_out` for the local windows, by DeepSpeed's name."""
         return windows(self.local_window_blocks, blocks, self.attention == "unidirectional")
 
-    def _global(self, blocks: int) -> RowStep:
+    @row_step
+    def set_global_layout(self, h: int, blocks: int) -> RowStep:
+        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         ranges = global_ranges(self.global_block_indices, self.global_block_end_indices, blocks)
 
         def step(live: Tensor, rows: range) -> None:

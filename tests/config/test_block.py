@@ -20,7 +20,7 @@ from ds_sparse.sparsity import (
     LocalSlidingWindowSparsityConfig,
     SparsityConfig,
     VariableSparsityConfig,
-    _base,
+    declarations,
     register_sparsity,
 )
 
@@ -358,7 +358,7 @@ def test_pythons_none_as_the_documentation_shows_it_is_null(write):
     ],
 )
 def test_cautions_are_notices_each_time_and_no_warnings(block, key, monkeypatch):
-    monkeypatch.setattr(_base, "_given", set())
+    monkeypatch.setattr(declarations, "_given", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):

@@ -17,8 +17,8 @@ from ds_sparse.config import (
     read_block,
 )
 from ds_sparse.sparsity import SparsityConfig, register_sparsity, sparsity_class
-from ds_sparse.sparsity._base import rule_fields
 from ds_sparse.sparsity._fields import json_fields
+from ds_sparse.sparsity.declarations import rule_fields
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLES = sorted(path for path in CONFIGS.glob("*.json") if "schema" not in path.name)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_sparse.sparsity as sparsity
-from ds_sparse.sparsity import SparsityConfig, SparsityWarning, _base, register_sparsity
+from ds_sparse.sparsity import SparsityConfig, SparsityWarning, declarations, register_sparsity
 from ds_sparse.sparsity._registry import sparsity_class, sparsity_modes
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_layouts.json").read_text())
@@ -75,7 +75,7 @@ structures = st.one_of(
 
 @pytest.fixture
 def no_caution_given(monkeypatch):
-    monkeypatch.setattr(_base, "_given", set())
+    monkeypatch.setattr(declarations, "_given", set())
 
 
 class Strided(SparsityConfig):

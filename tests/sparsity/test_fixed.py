@@ -1,7 +1,7 @@
 import pytest
 
 from ds_sparse.layout import density
-from ds_sparse.sparsity import FixedSparsityConfig, SparsityWarning, _base
+from ds_sparse.sparsity import FixedSparsityConfig, SparsityWarning, declarations
 
 
 def test_windows_and_the_last_block_of_each_with_a_short_last_window(picture):
@@ -82,6 +82,6 @@ def test_wrong_options_are_value_errors(options, sentence):
 
 
 def test_stripes_above_the_diagonal_are_said(monkeypatch):
-    monkeypatch.setattr(_base, "_given", set())
+    monkeypatch.setattr(declarations, "_given", set())
     with pytest.warns(SparsityWarning, match="num_global_blocks .* strict_causal"):
         FixedSparsityConfig(4, num_global_blocks=2, attention="unidirectional")

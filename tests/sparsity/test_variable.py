@@ -1,6 +1,6 @@
 import pytest
 
-from ds_sparse.sparsity import SparsityWarning, VariableSparsityConfig, _base
+from ds_sparse.sparsity import SparsityWarning, VariableSparsityConfig, declarations
 
 
 def test_windows_of_listed_sizes_the_last_repeating(picture):
@@ -93,6 +93,6 @@ def test_rows_too_short_are_value_errors():
     ("option", "value"), [("num_random_blocks", 1), ("global_block_end_indices", [2])], ids=["random", "ranges"]
 )
 def test_blocks_above_the_diagonal_are_said(monkeypatch, option, value):
-    monkeypatch.setattr(_base, "_given", set())
+    monkeypatch.setattr(declarations, "_given", set())
     with pytest.warns(SparsityWarning, match=f"{option} .* strict_causal"):
         VariableSparsityConfig(4, attention="unidirectional", **{option: value})
