@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 
@@ -60,13 +58,6 @@ def test_more_blocks_than_memory_holds_get_a_sentence(monkeypatch: pytest.Monkey
     documents = torch.arange(20481) * 8
     with pytest.raises(MemoryError, match="163840 tokens in blocks of 8 takes 1 GiB, .* use larger blocks, or pack"):
         PackedIndex.build(LAYOUT, documents, block=8)
-
-
-def test_a_copy_is_the_same(device: str):
-    index = PackedIndex.build(LAYOUT, CU_SEQLENS, block=8)
-    copy = pickle.loads(pickle.dumps(index.to(device)))
-    assert copy.device.type == device and torch.equal(copy.blocks.layout().cpu(), index.blocks.layout())
-    assert torch.equal(copy.spans.cpu(), index.spans)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from helpers import EXAMPLES, Pairs, counted_waits, generator, random_pairs, seeded
+from helpers import EXAMPLES, Pairs, generator, random_pairs, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -352,39 +352,6 @@ def test_pairs_that_do_not_fit_packed_documents_are_refused(index: TokenIndex, a
         index.packed(torch.tensor([0, 2, 6]), **arguments)
 
 
-def test_an_index_made_in_inference_mode_serves_training():
-    with torch.inference_mode():
-        index = TokenIndex.from_pairs(torch.tensor([[1, 0], [0, 1]]), 2, 2).prepared()
-        packed = index.packed(torch.tensor([0, 1, 3])).prepared()
-    tensors = [
-        packed.row_offsets,
-        packed.columns,
-        *packed.by_key,
-        index.row_offsets,
-        index.columns,
-        index.order,
-        *index.by_key,
-    ]
-    assert not any(x.is_inference() for x in tensors)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-def test_another_stream_waits_for_the_one_that_made_it():
-    index = TokenIndex.from_mask(torch.rand(200, 200, device="cuda") < 0.3)
-    with counted_waits() as wait:
-        assert index.ready() is index
-        assert wait.call_count == 0
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            index.ready()
-            index.ready()
-            assert wait.call_count == 1
-            _ = index.by_key  # made here, so that the first stream waits in its turn
-        index.ready()
-        assert wait.call_count == 2
-
-
 class CountedOperators(TorchDispatchMode):
     """Counts the operators of PyTorch that are called."""
 
@@ -393,11 +360,3 @@ class CountedOperators(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.number += 1
         return function(*args, **(kwargs or {}))
-
-
-def test_its_repr_is_one_short_line():
-    def index(*shape: int) -> TokenIndex:
-        return TokenIndex.from_mask(torch.ones(shape, dtype=torch.bool))
-
-    assert repr(index(3, 4)) == "TokenIndex(3 x 4 tokens, 12 pairs, any heads, cpu)"
-    assert repr(index(2, 5, 3, 4)) == "TokenIndex(3 x 4 tokens, 120 pairs, 2 sequences, 5 heads, cpu)"

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import EXAMPLES, counted_waits
+from helpers import EXAMPLES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,16 +91,6 @@ def test_tiles_of_a_cpu_pay_with_larger_blocks(instruction_set, block):
         assert WindowIndex.build(1024, 64).blocks.block == block
 
 
-def test_on_another_device():
-    index = WindowIndex.build(40, 3, True, [9])
-    assert index.to("cpu") is index
-    moved = index.to("meta")
-    assert (
-        moved.device.type == moved.blocks.device.type == moved.places.device.type == moved.order.device.type == "meta"
-    )
-    assert (moved.tokens, moved.num_global) == (40, 1)
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -126,22 +116,3 @@ def test_numbers_for_different_heads_are_refused():
         ValueError, match="window_size has 3 numbers and dilation 2; give each one number, or one a head"
     ):
         WindowIndex.build(40, (1, 2, 3), dilation=(1, 2))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-def test_another_stream_waits_for_the_one_that_made_it():
-    index = WindowIndex.build(100, 3, True, [50], device="cuda")
-    with counted_waits() as wait:
-        assert index.ready() is index
-        assert wait.call_count == 0
-        with torch.cuda.stream(torch.cuda.Stream()):
-            index.ready()
-            index.ready()
-        assert wait.call_count == 1
-
-
-def test_its_repr_is_one_short_line():
-    assert repr(WindowIndex.build(100, 3)) == "WindowIndex(100 tokens, any heads, 0 global, blocks of 16, cpu)"
-    several = WindowIndex.build(100, [3, 4], True, [1])
-    assert repr(several) == "WindowIndex(100 tokens, 2 heads, 1 global, causal, blocks of 16, cpu)"
