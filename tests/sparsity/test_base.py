@@ -3,6 +3,7 @@ import inspect
 import json
 import pickle
 import random
+import re
 import time
 import warnings
 from pathlib import Path
@@ -48,6 +49,17 @@ structures = st.one_of(
         global_block_indices=st.lists(st.integers(-3, 12), max_size=3),
         attention=attentions,
     ),
+    st.builds(
+        sparsity.VariableSparsityConfig,
+        num_heads=st.just(3),
+        different_layout_per_head=st.just(True),
+        num_random_blocks=st.integers(0, 2),
+        global_block_indices=st.just([1, 4]),
+        global_block_end_indices=st.just([3, 6]),
+        horizontal_global_attention=st.booleans(),
+    ),
+    st.builds(sparsity.FixedSparsityConfig, num_heads=st.just(2), horizontal_global_attention=st.just(True)),
+    st.builds(sparsity.TransformersBigBirdSparsityConfig, num_heads=st.just(2), num_random_blocks=st.integers(0, 1)),
     st.builds(
         sparsity.BigBirdSparsityConfig,
         num_heads=st.just(2),
@@ -118,7 +130,7 @@ def test_the_golden_file_is_whole():
 
 
 @modest
-@given(structures, st.integers(5, 20), st.integers(0, 9))
+@given(structures, st.integers(8, 20), st.integers(0, 9))
 def test_both_layouts_are_the_same_and_draw_alike(structure, blocks, seed):
     random.seed(seed)
     layout = structure.make_layout(blocks * structure.block)
@@ -131,7 +143,7 @@ def test_both_layouts_are_the_same_and_draw_alike(structure, blocks, seed):
 
 
 @modest
-@given(structures, st.integers(5, 20), st.integers(0, 2**40))
+@given(structures, st.integers(8, 20), st.integers(0, 2**40))
 def test_a_seed_gives_one_layout_and_leaves_pythons_random_alone(structure, blocks, seed):
     structure.seed = seed
     before = random.getstate()
@@ -145,7 +157,7 @@ def test_a_seed_gives_one_layout_and_leaves_pythons_random_alone(structure, bloc
 
 
 @modest
-@given(structures, st.integers(5, 20))
+@given(structures, st.integers(8, 20))
 def test_strict_causal_drops_exactly_the_blocks_above_the_diagonal(structure, blocks):
     structure.seed = 3
     plain = structure.make_bool_layout(blocks * structure.block)
@@ -164,58 +176,45 @@ def test_a_layout_of_65536_tokens_is_quick_and_never_int64(cls, monkeypatch):
     assert layout.shape == (1, 4096, 4096)
 
 
-@pytest.mark.parametrize(
-    ("cls", "names"),
-    [
-        (sparsity.SparsityConfig, "num_heads block different_layout_per_head"),
-        (sparsity.DenseSparsityConfig, "num_heads block different_layout_per_head"),
-        (
-            sparsity.FixedSparsityConfig,
-            "num_heads block different_layout_per_head num_local_blocks num_global_blocks attention "
-            "horizontal_global_attention num_different_global_patterns",
-        ),
-        (
-            sparsity.VariableSparsityConfig,
-            "num_heads block different_layout_per_head num_random_blocks local_window_blocks global_block_indices "
-            "global_block_end_indices attention horizontal_global_attention",
-        ),
-        (
-            sparsity.BigBirdSparsityConfig,
-            "num_heads block different_layout_per_head num_random_blocks num_sliding_window_blocks num_global_blocks "
-            "attention",
-        ),
-        (
-            sparsity.BSLongformerSparsityConfig,
-            "num_heads block different_layout_per_head num_sliding_window_blocks global_block_indices "
-            "global_block_end_indices attention",
-        ),
-        (sparsity.LocalSlidingWindowSparsityConfig, "num_heads block num_sliding_window_blocks attention"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_positional_order_is_deepspeeds_and_ours_are_keyword_only(cls, names):
+OPTIONS = {
+    sparsity.SparsityConfig: ("", ()),
+    sparsity.DenseSparsityConfig: ("", ()),
+    sparsity.FixedSparsityConfig: (
+        "num_local_blocks num_global_blocks attention horizontal_global_attention num_different_global_patterns",
+        (8, 2, "bidirectional", True, 3),
+    ),
+    sparsity.VariableSparsityConfig: (
+        "num_random_blocks local_window_blocks global_block_indices global_block_end_indices attention "
+        "horizontal_global_attention",
+        (2, [1, 2], [3], [4], "bidirectional", True),
+    ),
+    sparsity.BigBirdSparsityConfig: (
+        "num_random_blocks num_sliding_window_blocks num_global_blocks attention",
+        (2, 5, 3, "unidirectional"),
+    ),
+    sparsity.BSLongformerSparsityConfig: (
+        "num_sliding_window_blocks global_block_indices global_block_end_indices attention",
+        (5, [3], [4], "unidirectional"),
+    ),
+    sparsity.LocalSlidingWindowSparsityConfig: ("num_sliding_window_blocks attention", (5, "bidirectional")),
+}
+"""Each structure's own options in DeepSpeed's order, and values."""
+
+
+@pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
+def test_positional_order_is_deepspeeds_and_ours_are_keyword_only(cls):
+    names, own = OPTIONS[cls]
+    values = {"num_heads": 4, "block": 32, "different_layout_per_head": True} | dict(
+        zip(names.split(), own, strict=True)
+    )
+    if cls is sparsity.LocalSlidingWindowSparsityConfig:
+        del values["different_layout_per_head"]
     parameters = inspect.signature(cls).parameters.values()
-    assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == names.split()
+    assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == list(values)
     assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["seed", "causal", "strict_causal"]
-
-
-@pytest.mark.parametrize(
-    ("cls", "values"),
-    [
-        (sparsity.DenseSparsityConfig, (4, 32, True)),
-        (sparsity.FixedSparsityConfig, (4, 32, True, 8, 2, "bidirectional", True, 3)),
-        (sparsity.VariableSparsityConfig, (4, 32, True, 2, [1, 2], [3], [4], "bidirectional", True)),
-        (sparsity.BigBirdSparsityConfig, (4, 32, True, 2, 5, 3, "unidirectional")),
-        (sparsity.BSLongformerSparsityConfig, (4, 32, True, 5, [3], [4], "unidirectional")),
-        (sparsity.LocalSlidingWindowSparsityConfig, (4, 32, 5, "bidirectional")),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_values_by_position_land_where_their_names_say(cls, values):
-    structure = cls(*values)
-    names = list(inspect.signature(cls).parameters)[: len(values)]
-    assert tuple(getattr(structure, name) for name in names) == values
-    assert vars(structure) == vars(cls(**dict(zip(names, values, strict=True))))
+    structure = cls(*values.values())
+    assert {name: getattr(structure, name) for name in values} == values
+    assert vars(structure) == vars(cls(**values))
 
 
 @pytest.mark.parametrize(
@@ -386,19 +385,31 @@ def test_cautions_are_given_once_a_process_where_the_structure_is_made():
         sparsity.FixedSparsityConfig(4, attention="unidirectional")
 
 
-@pytest.mark.usefixtures("no_caution_given")
-def test_no_caution_with_token_level_masking_or_when_bidirectional():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sparsity.FixedSparsityConfig(4, attention="unidirectional", num_global_blocks=2, causal=True)
-        for cls in BUILT_IN[:-1]:
-            cls(4)
+UNI = {"attention": "unidirectional"}
 
 
 @pytest.mark.usefixtures("no_caution_given")
-def test_a_seed_without_random_blocks_is_said():
-    with pytest.warns(SparsityWarning, match="seed changes nothing"):
-        sparsity.FixedSparsityConfig(4, seed=1)
+@pytest.mark.parametrize(
+    ("cls", "options", "said"),
+    [
+        (sparsity.FixedSparsityConfig, {"seed": 1}, "seed changes nothing"),
+        (sparsity.FixedSparsityConfig, {"num_global_blocks": 2, **UNI}, "num_global_blocks .* strict_causal"),
+        (sparsity.VariableSparsityConfig, {"num_random_blocks": 1, **UNI}, "num_random_blocks .* strict_causal"),
+        (sparsity.VariableSparsityConfig, {"global_block_end_indices": [2], **UNI}, "end_indices .* strict_causal"),
+        (sparsity.BigBirdSparsityConfig, {"num_sliding_window_blocks": 2}, "of 2 blocks counts as one of 3"),
+        *((cls, {}, None) for cls in BUILT_IN[:-1]),
+        (sparsity.FixedSparsityConfig, {"num_global_blocks": 2, "causal": True, **UNI}, None),
+    ],
+)
+def test_what_may_surprise_is_said(cls, options, said):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cls(4, **options)
+    found = " ".join(str(warning.message) for warning in caught)
+    assert re.search(said, found) if said else not found
+
+
+def test_random_blocks_follow_from_the_fields():
     assert sparsity.BigBirdSparsityConfig(4).draws_random_blocks
     assert not sparsity.BigBirdSparsityConfig(4, num_random_blocks=0).draws_random_blocks
 
@@ -434,41 +445,15 @@ def test_entry_points_are_modes(monkeypatch):
     assert sparsity_class("banded") is sparsity.LocalSlidingWindowSparsityConfig
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("attention", ["bidirectional", "unidirectional"])
-@pytest.mark.parametrize("blocks", [7, 10, 33])
-def test_rows_made_in_pieces_are_those_of_the_layout(blocks, attention, strict):
-    own = {"seed": 5, "different_layout_per_head": True, "attention": attention, "strict_causal": strict}
-    horizontal = {"horizontal_global_attention": attention == "bidirectional"}
-    structures = [
-        sparsity.FixedSparsityConfig(
-            3, num_local_blocks=4, num_global_blocks=2, num_different_global_patterns=2, **own, **horizontal
-        ),
-        sparsity.VariableSparsityConfig(
-            3,
-            num_random_blocks=2,
-            local_window_blocks=[2, 3],
-            global_block_indices=[1, 4],
-            global_block_end_indices=[3, 6],
-            **own,
-            **horizontal,
-        ),
-        sparsity.BigBirdSparsityConfig(3, num_random_blocks=1, **own),
-        sparsity.BSLongformerSparsityConfig(3, global_block_indices=[0, -2], **own),
-        sparsity.LocalSlidingWindowSparsityConfig(3, attention=attention, strict_causal=strict),
-        sparsity.DenseSparsityConfig(3, strict_causal=strict),
-    ]
-    for structure in structures:
-        rows = structure.make_rows(16 * blocks)
-        made = torch.stack(
-            [
-                torch.cat([make(range(start, min(start + 4, blocks))) for start in range(0, blocks, 4)])
-                for make in map(rows.maker, range(rows.heads))
-            ]
-        )
-        assert made.dtype is torch.bool
-        whole = structure.make_bool_layout(16 * blocks)
-        assert torch.equal(made, whole.expand_as(made)), structure
+@modest
+@given(structures, st.integers(8, 33), st.booleans())
+def test_rows_made_in_pieces_are_those_of_the_layout(structure, blocks, strict):
+    structure.seed, structure.strict_causal = 5, strict
+    rows = structure.make_rows(16 * blocks)
+    pieces = [range(start, min(start + 4, blocks)) for start in range(0, blocks, 4)]
+    made = torch.stack([torch.cat([make(piece) for piece in pieces]) for make in map(rows.maker, range(rows.heads))])
+    assert made.dtype is torch.bool
+    assert torch.equal(made, structure.make_bool_layout(16 * blocks).expand_as(made))
 
 
 def test_a_structure_of_ones_own_gives_rows_of_its_layout():

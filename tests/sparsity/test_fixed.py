@@ -1,7 +1,7 @@
 import pytest
 
 from ds_sparse.layout import density
-from ds_sparse.sparsity import FixedSparsityConfig, SparsityWarning, declarations
+from ds_sparse.sparsity import FixedSparsityConfig
 
 
 def test_windows_and_the_last_block_of_each_with_a_short_last_window(picture):
@@ -79,9 +79,3 @@ def test_wrong_options_are_value_errors(options, sentence):
     with pytest.raises(ValueError) as caught:
         FixedSparsityConfig(4, **options)
     assert sentence in str(caught.value)
-
-
-def test_stripes_above_the_diagonal_are_said(monkeypatch):
-    monkeypatch.setattr(declarations, "_given", set())
-    with pytest.warns(SparsityWarning, match="num_global_blocks .* strict_causal"):
-        FixedSparsityConfig(4, num_global_blocks=2, attention="unidirectional")

@@ -1,6 +1,6 @@
 import pytest
 
-from ds_sparse.sparsity import SparsityWarning, VariableSparsityConfig, declarations
+from ds_sparse.sparsity import VariableSparsityConfig
 
 
 def test_windows_of_listed_sizes_the_last_repeating(picture):
@@ -87,12 +87,3 @@ def test_rows_too_short_are_value_errors():
     VariableSparsityConfig(1, num_random_blocks=2).make_layout(32)
     with pytest.raises(ValueError, match="Global block index -3 counts from the end, but a row has only 2 blocks!"):
         VariableSparsityConfig(1, global_block_indices=[-3]).make_layout(32)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("num_random_blocks", 1), ("global_block_end_indices", [2])], ids=["random", "ranges"]
-)
-def test_blocks_above_the_diagonal_are_said(monkeypatch, option, value):
-    monkeypatch.setattr(declarations, "_given", set())
-    with pytest.warns(SparsityWarning, match=f"{option} .* strict_causal"):
-        VariableSparsityConfig(4, attention="unidirectional", **{option: value})
