@@ -316,7 +316,7 @@ class BlockIndex(OnDevice):
 
     @property
     def has_causal(self) -> bool:
-        """Whether `causal()` is there, and builds nothing."""
+        """Tells if `causal()` is there, and builds nothing."""
         return not self.reaches_ahead or "causal" in self._made
 
     @property

@@ -27,7 +27,7 @@ KEPT = 16
 CPU = torch.device("cpu")
 
 COMPARED_ON_GPU = os.environ.get("DS_SPARSE_CHECK_LAYOUTS", "") not in ("", "0")
-"""Whether the values of tensors on a GPU are compared, too, for which each look waits."""
+"""The values of tensors on a GPU are compared, too, for which each look waits."""
 
 
 class Holder(Protocol):
@@ -50,7 +50,7 @@ class _Entry(Generic[Kept]):
     contents: Sequence[Contents | None] = ()
 
     def is_of(self, owners: Sequence[object]) -> bool:
-        """Whether the value was made of these, and none has been changed since."""
+        """Tells if the value was made of these, and none has been changed since."""
         for ref, held, x in zip(self.owners, self.contents, owners, strict=True):
             if ref() is not x or not (held is None or held.are_of(x)):
                 return False
@@ -84,18 +84,13 @@ class Refusal(NamedTuple):
 
 
 def refuse_traced(what: str, instead: str) -> None:
-    """Raises RuntimeError where torch.compile traces what it cannot.
-
-    Args:
-        what: as in "The index of a layout cannot be built".
-        instead: what to do.
-    """
+    """Raises RuntimeError where torch.compile traces, with what cannot be done, and what to do instead."""
     if torch.compiler.is_compiling():
         raise RuntimeError(f"{what} under torch.compile; {instead}")
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is captured into a CUDA graph."""
+    """Tells if the current stream is captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -190,16 +185,11 @@ def memory_of(holder: Holder) -> int:
 
 
 class Contents:
-    """What a tensor held when this was made, for a later look: also after writes that PyTorch does not count, such as
-    those through `x.numpy()`, `x.data` and memory that another library shares.
-
-    On the CPU all values are compared at each look: in 2 µs those of 64 x 64 bools, in 2 ms those of 16 million. A look
-    at a GPU would wait for it: there PyTorch's count of changes in place tells, and with DS_SPARSE_CHECK_LAYOUTS=1 in
-    the environment, which is for finding mistakes, the values as well.
-
-    Raises:
-        ValueError: `can_tell` is False.
-    """
+    """Bytes and form of a tensor, for a later look: a write counts also where PyTorch does not count it, as one through
+    `x.numpy()`, `x.data` and memory that another library shares. On the CPU all values are compared at each look: in 2
+    µs those of 64 x 64 bools, in 2 ms those of 16 million. A look at a GPU would wait for it: there PyTorch's count of
+    changes in place tells, and with DS_SPARSE_CHECK_LAYOUTS=1 in the environment, which is for finding mistakes, the
+    values as well."""
 
     @outside_transforms
     def __init__(self, x: Tensor):
@@ -215,7 +205,7 @@ class Contents:
             self.copy = x.detach().clone()
 
     def are_of(self, x: Tensor) -> bool:
-        """Whether x holds the same. While a CUDA graph is captured, no values of a GPU are looked at."""
+        """Tells if x holds the same. While a CUDA graph is captured, no values of a GPU are looked at."""
         if self._form != _form(x):
             return False
         if self._bytes is not None:
@@ -226,7 +216,7 @@ class Contents:
 
 
 def can_tell(x: Tensor) -> bool:
-    """Whether a change of x can be seen: not where it has no memory, nor on a GPU if it was made in inference mode,
+    """Tells if a change of x can be seen: not where it has no memory, nor on a GPU if it was made in inference mode,
     which counts no changes."""
     return not isinstance(x, FakeTensor) and (x.is_cpu or not x.is_inference())
 

@@ -52,12 +52,8 @@ _ROW = Refusal(
 
 
 def index_of_layout(layout: Tensor, block: int, device: torch.device) -> BlockIndex:
-    """The index of a layout on the device, built at first use and after a change, as far as `Contents` can tell.
-
-    Raises:
-        ValueError: another layout for each sample of torch.vmap.
-        RuntimeError: under torch.compile; where it would have to be built in the capture of a CUDA graph.
-    """
+    """Index of a layout on the device, built at first use and after a change. Raises ValueError for another layout for
+    each sample of torch.vmap."""
     layout = unwrap_functorch("The layout", layout)
     on = layout.device if device.type == "meta" else device
     key = index_of_layout, block, on
@@ -65,11 +61,7 @@ def index_of_layout(layout: Tensor, block: int, device: torch.device) -> BlockIn
 
 
 def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
-    """The index on another device, copied there at first use.
-
-    Raises:
-        RuntimeError: under torch.compile.
-    """
+    """Copy of an index on another device, made at first use; refused under torch.compile."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"The BlockIndex is on {index.device} and query on {device}, and under torch.compile it cannot be copied; "
@@ -81,12 +73,7 @@ def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
 def packed_index_of(
     layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, device: torch.device
 ) -> PackedIndex:
-    """The index of a layout and of the documents of a batch, built at first use and after a change of either.
-
-    Raises:
-        TypeError, ValueError: as of `PackedIndex.build`.
-        RuntimeError: as of `index_of_layout`.
-    """
+    """Index of a layout and of the documents of a batch, built at first use and after a change of either."""
 
     def build() -> PackedIndex:
         return PackedIndex.build(_indexed(layout, block), cu_seqlens, block, device=device)
@@ -102,12 +89,7 @@ def row_index_of(
     causal: bool,
     device: torch.device,
 ) -> WindowIndex:
-    """The index of a row's layout that ends at the borders of documents, built at first use and after a change.
-
-    Raises:
-        TypeError, ValueError: as of `index_of_row`.
-        RuntimeError: as of `index_of_layout`.
-    """
+    """Index of a row's layout that ends at the borders of documents, built at first use and after a change."""
 
     def build() -> WindowIndex:
         return index_of_row(_indexed(layout, block), cu_seqlens, block, tokens, causal, device)
@@ -117,12 +99,7 @@ def row_index_of(
 
 
 def packed_pairs_of(index: TokenIndex, cu_seqlens: Tensor, document_layout: str) -> TokenIndex:
-    """The pairs of the documents of a batch, built at first use and after a change of `cu_seqlens`.
-
-    Raises:
-        TypeError, ValueError: as of `TokenIndex.packed`.
-        RuntimeError: as of `index_of_lists`.
-    """
+    """Pairs of the documents of a batch, built at first use and after a change of `cu_seqlens`."""
     key, owners = (packed_pairs_of, document_layout), _owners(index, cu_seqlens)
     return _of_given.get(key, lambda: index.packed(cu_seqlens, document_layout), _PACKED_PAIRS, index.device, owners)
 
@@ -130,11 +107,7 @@ def packed_pairs_of(index: TokenIndex, cu_seqlens: Tensor, document_layout: str)
 def index_of_window(
     tokens: int, numbers: WindowNumbers, device: torch.device, cu_seqlens: Tensor | None = None
 ) -> WindowIndex:
-    """The index of arguments that have been seen before, or a new one.
-
-    Raises:
-        RuntimeError: under torch.compile; where it would have to be built in the capture of a CUDA graph.
-    """
+    """Index of a window's numbers, built at first use."""
 
     def build() -> WindowIndex:
         return in_a_thread(partial(WindowIndex.build, tokens, *numbers, device=device, cu_seqlens=cu_seqlens))
@@ -146,12 +119,8 @@ def index_of_window(
 
 
 def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: int, keys: int) -> TokenIndex:
-    """What `build` makes of what is given, tensors and nested lists of them, and of the lengths; kept as long as the
-    tensors live, until one is changed.
-
-    Raises:
-        RuntimeError: under torch.compile; where it would have to be built in the capture of a CUDA graph.
-    """
+    """Index that `build` makes of what is given, tensors and nested lists of them, kept as long as these live, until
+    one is changed."""
     tensors = tensors_in(given)
     device = next((x.device for x in tensors if not x.is_cpu), CPU)
     key = index_of_lists, queries, keys, _nesting(given)
@@ -159,7 +128,7 @@ def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: in
 
 
 def _owners(*given: Tensor | BlockIndex | TokenIndex) -> list:
-    """What an index of documents is made of; anything else is refused when it is built."""
+    """Objects that an index of documents is made of; anything else is refused when it is built."""
     return [x for x in given if isinstance(x, Tensor | BlockIndex | TokenIndex)]
 
 
@@ -171,5 +140,5 @@ def _indexed(layout: Tensor | BlockIndex, block: int | None) -> Tensor | BlockIn
 
 
 def _nesting(x: Tensor | Sequence) -> tuple | None:
-    """How lists lie in one another."""
+    """Nesting of lists in one another, as tuples."""
     return None if isinstance(x, Tensor) else tuple(map(_nesting, x))

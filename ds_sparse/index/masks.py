@@ -16,11 +16,7 @@ PARTIAL = ("error", "live")
 
 
 def layout_of_mask(mask: Tensor, block: int, partial: str) -> Tensor:
-    """bool (H or 1, R, C): the blocks of a bool mask (T, S) or (H, T, S), True where a query sees a key.
-
-    Raises:
-        TypeError, ValueError: as `BlockIndex.from_mask`.
-    """
+    """Blocks, bool (H or 1, R, C), of a bool mask (T, S) or (H, T, S). Raises as `BlockIndex.from_mask`."""
     _check_partial(partial)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -46,11 +42,7 @@ def layout_of_mask(mask: Tensor, block: int, partial: str) -> Tensor:
 
 
 def layout_of_flex(mask: BlockMask, partial: str) -> tuple[Tensor, int]:
-    """The blocks of a mask of flex attention, bool (H or 1, R, C), and their size.
-
-    Raises:
-        TypeError, ValueError: as `BlockIndex.from_flex`.
-    """
+    """Blocks of a mask of flex attention, bool (H or 1, R, C), and their size. Raises as `BlockIndex.from_flex`."""
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     _check_partial(partial)
@@ -122,7 +114,7 @@ def _listed(name: str, counts: Tensor, columns: Tensor, keys: int, block: int) -
 
 
 def _whole_at_the_ends(mask: BlockMask, cut: Tensor, block: int) -> Tensor:
-    """Which blocks at the ends of the sequences, that BlockMask calls partial because they are short, are whole."""
+    """Blocks at the ends of the sequences that are whole, and that BlockMask calls partial because they are short."""
     whole, lengths = torch.zeros_like(cut), mask.seq_lengths
     row, column = (length // block for length in lengths)
     at_end = torch.zeros_like(cut)

@@ -71,12 +71,9 @@ class MasterLayout:
         return cls(unpack_bits(bytes_of_bits.view(heads, blocks, -1), blocks), block)
 
     def index(self, tokens: int, device: torch.device, causal: bool = False) -> BlockIndex:
-        """The index of the part for `tokens` tokens, the last block perhaps short; with `causal` without the blocks
-        above the diagonal.
-
-        Raises:
-            RuntimeError: it is not there yet, and torch.compile traces or a CUDA graph is captured.
-        """
+        """Index of the part for `tokens` tokens, the last block perhaps short; with `causal` without the blocks above
+        the diagonal. Raises RuntimeError where it is not there yet, and torch.compile traces or a CUDA graph is
+        captured."""
         blocks = -(-tokens // self.block)
         key = blocks, device, causal
         return self._indices.get(key, lambda: in_a_thread(partial(self._build, *key)), _REFUSAL, device)

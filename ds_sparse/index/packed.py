@@ -44,15 +44,8 @@ class Documents:
 
     @classmethod
     def read(cls, cu_seqlens: Tensor) -> Documents:
-        """Those of `cu_seqlens` as FlashAttention has it; waits for its device.
-
-        Args:
-            cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to the row's tokens.
-
-        Raises:
-            TypeError: it is no tensor of integers.
-            ValueError: another shape, or numbers that do not ascend from 0; no token.
-        """
+        """Reads `cu_seqlens`, int32 or int64 (documents + 1), ascending from 0 to the row's tokens, as FlashAttention
+        has it; waits for its device. Raises TypeError or ValueError for anything else."""
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
             what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
             raise TypeError(
@@ -95,7 +88,7 @@ class Documents:
         return [end - first for first, end in pairwise(self.edges)]
 
     def of_tokens(self, device: torch.device | str) -> Tensor:
-        """int64 (T, 2): for each token where its document begins, and where it ends."""
+        """Begin and end of each token's document, int64 (T, 2)."""
         edges = torch.tensor(self.edges, device=device)
         lengths = edges.diff()
         both = torch.stack([edges[:-1], edges[1:]], 1)
@@ -103,13 +96,8 @@ class Documents:
 
 
 def index_of_square(layout: Tensor | BlockIndex, block: int | None, tokens: int, of: str) -> BlockIndex:
-    """The index of a layout, or the one given, which may be larger than so many tokens `of` something need.
-
-    Raises:
-        TypeError: a layout of another type or dtype.
-        ValueError: no block, one that is none, or another than that of the index; a layout that is not square, or has
-            too few blocks.
-    """
+    """Index of a square layout, or the one given, of at least so many tokens `of` something. Raises TypeError or
+    ValueError for a layout of another form, and where the block is missing or another."""
     if isinstance(layout, BlockIndex):
         block = layout.block if block is None else block
     if block is None:
@@ -305,20 +293,10 @@ def _instead(causal: bool) -> str:
 def pairs_of_documents(
     rows: Tensor, columns: Tensor, lists: int, size: tuple[int, int], documents: Documents, document_layout: str
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """The pairs of all documents, of those of one document ("own") or of the row ("row"). Waits for the device once,
-    however many documents there are.
-
-    Args:
-        rows, columns: int64 (N) and int32 (N). Of each pair p * queries + i, and j; ascending, as in a `TokenIndex`.
-        lists: how many there are.
-        size: queries and keys.
-
-    Returns:
-        row_offsets, columns and ends, as of a `TokenIndex`.
-
-    Raises:
-        ValueError: pairs for fewer tokens than the longest document, or the row, has; too many pairs.
-    """
+    """Pairs of all documents, of those of one document ("own") or of the row ("row"): row_offsets, columns and ends, as
+    of a `TokenIndex`. `rows`, int64 (N), and `columns`, int32 (N), are p * queries + i and j of each pair of `lists`
+    lists, ascending; `size` is queries and keys. Waits for the device once, however many documents there are. Raises
+    ValueError for pairs of fewer tokens than the longest document, or the row, has, and for too many pairs."""
     _check_size("The pairs are", size, documents, document_layout)
     queries, keys = size
     first, end = documents.of_tokens(columns.device).unbind(1)
@@ -344,18 +322,10 @@ def pairs_of_documents(
 
 
 def mask_of_documents(mask: Tensor, cu_seqlens: Tensor, document_layout: str, tokens: int) -> Tensor:
-    """A row's mask, (..., T, T), in which no document sees another. Waits for the device of `cu_seqlens`.
-
-    Args:
-        mask: of one document ("own") or of the row ("row"), bool, or added, which has a gradient; (..., L, L) with L
-            tokens or more than the longest document, or the row, has. A size of 1 stands for all.
-        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to `tokens`.
-        tokens: T, of the row.
-
-    Raises:
-        TypeError, ValueError: arguments of other types or values; a mask that is too small.
-        RuntimeError: under torch.compile; in the capture of a CUDA graph.
-    """
+    """Mask of a row, (..., T, T), in which no document sees another. `mask` is that of one document ("own") or of the
+    row ("row"), bool, or added, which has a gradient; (..., L, L) with as many tokens as these have, or more; a size of
+    1 stands for all. Waits for the device of `cu_seqlens`. Raises TypeError or ValueError for what does not fit,
+    RuntimeError under torch.compile and in the capture of a CUDA graph."""
     check_document_layout(document_layout)
     instead = "give the mask of the whole row, without cu_seqlens."
     Refusal("The mask of packed documents cannot be made", instead, instead).check(mask.device)

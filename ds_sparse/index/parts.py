@@ -101,8 +101,8 @@ class Parts:
     def keys_seen(
         self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool, device: torch.device
     ) -> KeysSeen:
-        """What `tokens` queries see that begin at each of these positions, of so many keys. Made once for all layers of
-        a step."""
+        """Keys that `tokens` queries see, of so many, that begin at each of these positions. Made once for all layers
+        of a step."""
 
         @on_cpu()
         def build() -> KeysSeen:

@@ -119,10 +119,7 @@ def tensors_in(x: Tensor | Sequence) -> list[Tensor]:
 
 def lists_of(name: str, x: Tensor | Sequence, dims: int) -> Nested:
     """Lists of pairs, or of keys, as tensors of so many dimensions and more: what is given in Python integers, too.
-
-    Raises:
-        TypeError: another form of lists, or no such thing.
-    """
+    Raises TypeError for another form of lists, or no such thing."""
     if isinstance(x, Tensor):
         x = unwrap_functorch(name, x)
         if x.is_nested:

@@ -42,13 +42,13 @@ class TokenTiles:
 
     @staticmethod
     def may_pay(num_pairs: int, heads: int, queries: int, keys: int) -> bool:
-        """Whether a layout, a square of the tokens, would be no larger than the list."""
+        """Tells if a layout, a square of the tokens, would be no larger than the list."""
         blocks = heads * -(-queries // BLOCK) * -(-keys // BLOCK)
         return num_pairs > 0 and blocks <= MOST_BLOCKS * num_pairs
 
     @staticmethod
     def pay(rows: torch.Tensor, columns: torch.Tensor, queries: int, keys: int) -> bool:
-        """Whether the pairs, at `TokenIndex.places`, are in so few entries that tiles pay. Waits for the device."""
+        """Tells if the pairs, at `TokenIndex.places`, are in so few entries that tiles pay. Waits for the device."""
         for own, other, width in ((rows, columns % keys, keys), (columns, rows % queries, queries)):
             # Numbers of all heads' tokens: a tile that reaches from one head to the next is counted once, and may be.
             entries = torch.unique(own // HOPPER_TILE * width + other // BLOCK)

@@ -75,11 +75,8 @@ def refuse_jit_trace() -> None:
 
 
 def unwrap_functorch(name: str, x: torch.Tensor) -> torch.Tensor:
-    """x without the wrappers of torch.func.grad and vjp.
-
-    Raises:
-        ValueError: x is another for each sample of torch.vmap, or has no values.
-    """
+    """x without the wrappers of torch.func.grad and vjp. Raises ValueError where x is another for each sample of
+    torch.vmap, or has no values."""
     if torch.compiler.is_compiling():
         # Nothing is made there.
         return x

@@ -181,21 +181,9 @@ def index_of_row(
     causal: bool,
     device: torch.device,
 ) -> WindowIndex:
-    """The blocks of a row's layout in which a document sees itself, and for each token the range of its document.
-
-    Args:
-        layout: bool, or 0 and 1 as numbers, (R, R) or (H or 1, R, R), R = ceil(tokens / block) or more, of which the
-            top-left part counts; or a `BlockIndex` of such a layout.
-        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to `tokens`.
-        block: tokens on a block's side; that of the `BlockIndex` if one is given.
-        tokens: of the row.
-        causal: whether tokens see none after them.
-        device: where the index is to be.
-
-    Raises:
-        TypeError, ValueError: arguments of other types or values; a layout that is not square, or too small; an index
-            for another block.
-    """
+    """Index of the blocks of a row's layout in which a document sees itself, with the range of its document for each
+    token. The layout, as of `PackedIndex.build`, has the row's blocks or more, of which the top-left ones count. Raises
+    TypeError or ValueError for what does not fit."""
     documents = Documents.read(cu_seqlens).check_fills(tokens)
     of_row = index_of_square(layout, block, tokens, "a row")
     block = of_row.block

@@ -31,7 +31,7 @@ class WindowNumbers(NamedTuple):
     def of(
         cls, windows: Sequence[int], causal: bool, global_tokens: Sequence[int], dilations: Sequence[int]
     ) -> WindowNumbers:
-        """Those of the lists that operators are given."""
+        """Makes them of the lists that operators are given."""
         return cls(tuple(windows), causal, tuple(global_tokens), tuple(dilations))
 
     @property
@@ -42,18 +42,14 @@ class WindowNumbers(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether kernels see tokens in the order of the sequence, whatever their number."""
+        """Tells if kernels see tokens in the order of the sequence, whatever their number."""
         first = all(token == place for place, token in enumerate(self.global_tokens))
         return first and all(dilation == 1 for dilation in self.dilations)
 
 
 def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
-    """The integers of an argument, as many as there are.
-
-    Raises:
-        TypeError: bools, floats and what else is no integer.
-        ValueError: one below `least`.
-    """
+    """Integers of an argument, as many as there are. Raises TypeError for bools, floats and what else is no integer,
+    ValueError for one below `least`."""
     if isinstance(given, torch.Tensor):
         if given.is_floating_point() or given.dtype == torch.bool or given.dim() > 1:
             raise TypeError(
@@ -72,11 +68,8 @@ def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
 
 
 def of_heads(name: str, given: Numbers, least: int, heads: int | None = None) -> tuple[int, ...]:
-    """One integer, or one a head.
-
-    Raises:
-        TypeError, ValueError: as `integers`; none, or another number of them than of heads.
-    """
+    """One integer, or one a head. Raises TypeError and ValueError as `integers`, and for none or another number of
+    them."""
     numbers = integers(name, given, least)
     if len(numbers) != 1 and ((heads is not None and len(numbers) != heads) or not numbers):
         wanted = "one a head" if heads is None else f"{heads}, one a head"
@@ -85,12 +78,8 @@ def of_heads(name: str, given: Numbers, least: int, heads: int | None = None) ->
 
 
 def global_numbers(given: Sequence[int] | torch.Tensor | None, tokens: int) -> tuple[int, ...]:
-    """The numbers of global tokens, each once, ascending.
-
-    Raises:
-        TypeError: what is no integer, such as a mask of bools.
-        ValueError: a number that no token has.
-    """
+    """Numbers of global tokens, each once, ascending. Raises TypeError for what is no integer, such as a mask of bools,
+    ValueError for a number that no token has."""
     numbers = () if given is None else integers("global_tokens", given, 0)
     if numbers and max(numbers) >= tokens:
         raise ValueError(f"global_tokens has {max(numbers)}, and there are {tokens} tokens, numbered from 0.")
