@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOR_16_BITS = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16")
-"""What a processor may have for products of 16 bits."""
+"""Features of processors for products of 16 bits."""
 
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", *FOR_16_BITS, "asimd", "sve", "bf16")
-"""Of processors, as Linux names them: those that kernels here, or PyTorch's, are chosen by."""
+"""Features of processors, as Linux names them, by which kernels here, or PyTorch's, are chosen."""
 
 LEAST_CAPABILITY = 8.0
 """Compute capability of the first GPUs that kernels are for."""
@@ -87,7 +87,7 @@ def processor() -> str:
 
 
 def features() -> list[str]:
-    """Those of `FEATURES` that the processor has."""
+    """Names the `FEATURES` that the processor has."""
     told = (_told_by_linux("flags") or _told_by_linux("Features")).split()
     return [name for name in FEATURES if name in told]
 
@@ -105,7 +105,7 @@ def driver() -> str:
 
 
 def gpus() -> list[Gpu]:
-    """Those of NVIDIA's driver, whether torch can use them or not; none where its own program does not say."""
+    """Lists the GPUs of NVIDIA's driver, whether torch can use them or not; none where its own program does not say."""
     return [Gpu(*told) for told in _told_by_driver("name", "compute_cap", "memory.total") if len(told) == 3]
 
 

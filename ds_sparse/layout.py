@@ -1,4 +1,4 @@
-"""What a layout is: which blocks of the attention matrix exist.
+"""Layouts: bool tensors of the blocks of the attention matrix that exist.
 
 A layout is a bool tensor (H, R, C): H heads, or 1 when all heads are equal; R block rows (queries), C block columns
 (keys). True means that the block of `block` x `block` scores is computed, False that it does not exist.
@@ -75,7 +75,7 @@ def with_heads(layout: Tensor) -> Tensor:
 
 
 def _instead_of(given: object) -> str:
-    """What to do with what is no layout, where it is known."""
+    """Advice for what is no layout, where it is known."""
     if hasattr(given, "make_layout"):
         return "; give what its make_layout(tokens) returns"
     instead = {
@@ -102,7 +102,7 @@ def _check_dense(layout: Tensor) -> None:
 
 
 def is_distributed(x: Tensor) -> bool:
-    """Whether x is a DTensor, which those that have none need not import."""
+    """Tells if x is a DTensor, which those that have none need not import."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 

@@ -30,8 +30,8 @@ def wanted() -> list[Path]:
 
 
 INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
-"""That kernels of the CPU are compiled for; each runs where a later one does. The environment variable DS_SPARSE_CPU
-names the one to use; PyTorch's ATEN_CPU_CAPABILITY bounds the choice."""
+"""Instruction sets that kernels of the CPU are compiled for; each runs where a later one does. The environment variable
+DS_SPARSE_CPU names the one to use; PyTorch's ATEN_CPU_CAPABILITY bounds the choice."""
 
 
 @functools.cache

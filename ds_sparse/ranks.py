@@ -1,4 +1,4 @@
-"""Which rank this process is, before and after torch.distributed runs, and what rank 0 has for all."""
+"""The rank of this process, before and after torch.distributed runs, and values of rank 0 for all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def world_size() -> int:
 
 
 def is_launched() -> bool:
-    """Whether a launcher, mpirun or a training service started this process."""
+    """Tells if a launcher, mpirun or a training service started this process."""
     return any(name in os.environ for name in (*_LAUNCHERS, *_WORLD_SIZES, *_MANAGED))
 
 
@@ -46,7 +46,7 @@ def from_rank_0(value: Any) -> Any:
 
 
 def can_talk() -> bool:
-    """Whether torch.distributed runs, so that ranks can agree on something."""
+    """Tells if torch.distributed runs, so that ranks can agree on something."""
     return _distributed() is not None
 
 

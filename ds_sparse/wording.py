@@ -33,7 +33,7 @@ def cut(text: str, longest: int = LONGEST) -> str:
 
 
 def kind(value: Any) -> str:
-    """What it is, where something else is wanted: the name of its type, or that it is a class."""
+    """Names the type of a value, where something else is wanted, or says that it is a class."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 PARTIAL = ("error", "live")
-"""What becomes of a block of which a mask keeps a part: an error, or all of it is live."""
+"""Fates of a block of which a mask keeps a part: an error, or all of it is live."""
 
 
 def layout_of_mask(mask: Tensor, block: int, partial: str) -> Tensor:

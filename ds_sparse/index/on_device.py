@@ -1,4 +1,4 @@
-"""What every index has: its tensors are on one device, any stream there may use them, another device gets a copy."""
+"""Base of all indices: tensors on one device, which any stream there may use, and of which another gets a copy."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Numbers = int | Sequence[int] | torch.Tensor
 
 
 class WindowNumbers(NamedTuple):
-    """What a window is, for any number of tokens; a compiled graph holds it in the place of a `WindowIndex`.
+    """The numbers of a window, for any number of tokens; a compiled graph holds it in the place of a `WindowIndex`.
 
     Attributes:
         windows, dilations: one number, or one a head.

@@ -1,4 +1,4 @@
-"""Which class a JSON `mode` selects: the built-in structures, those registered here, and entry points."""
+"""Classes that a JSON `mode` selects: the built-in structures, those registered here, and entry points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a structure declares: fields, of which come the constructor, its validation and the JSON schema, rules between
+"""Declarations of structures: fields, of which come the constructor, its validation and the JSON schema, rules between
 them, and of itself beside its layout `seed`, `causal` and `strict_causal`.
 
 These three count where our constructor got them. A class with an `__init__` of its own, or one that derives from
@@ -222,7 +222,7 @@ def _say_not_counted(cls: type, name: str) -> None:
 
 
 def may_declare(structure: object, name: str) -> bool:
-    """Whether the attribute is ours to set: declared, or at the default that our constructor gave it."""
+    """Tells if the attribute is ours to set: declared, or at the default that our constructor gave it."""
     names = getattr(structure, DECLARED, None)
     return names is not None and (name in names or getattr(structure, name, DEFAULTS[name]) is DEFAULTS[name])
 

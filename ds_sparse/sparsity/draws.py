@@ -1,4 +1,4 @@
-"""Whether a structure draws blocks at random, and whether a seed repeats them: the one answer, for all who ask.
+"""Tells if a structure draws blocks at random, and if a seed repeats them: the one answer, for all who ask.
 
 A structure of this package says so by its fields. One of a user's is tried: its layout is made a few times, as with a
 seed, and compared.
@@ -56,12 +56,12 @@ def may_draw(structure: SparsityConfig) -> bool:
 
 
 def without_seed(structure: SparsityConfig) -> bool:
-    """Whether the blocks that it may draw follow no seed, so that each rank would draw its own."""
+    """Tells if the blocks that it may draw follow no seed, so that each rank would draw its own."""
     return declared_value(structure, "seed") is None and may_draw(structure)
 
 
 def why_unrepeatable(structure: SparsityConfig) -> str:
-    """What the user of a structure that draws UNREPEATABLY is told."""
+    """Sentence for the user of a structure that draws UNREPEATABLY."""
     return (
         f"{type(structure).__name__} draws other blocks each time, and no seed repeats them; draw them with "
         "self.sampler(h) of SparsityConfig, which follows the seed that super().__init__ gets."
@@ -105,7 +105,7 @@ def _make(structure: SparsityConfig, seed: int, seq_len: int, drawn: list[int]) 
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """What is drawn inside leaves no trace: a trial must not change what training draws."""
+    """Keeps the states of all random numbers: a trial must not change what training draws."""
     import numpy
     import torch
 

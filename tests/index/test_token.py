@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -191,15 +192,15 @@ REFUSED_PAIRS = [
     (torch.zeros(1, 2), TypeError, r"indices are torch.float32; they have to be int32 or int64, such as indices.long"),
     ([torch.zeros(1, 2, dtype=LONG), torch.zeros(1, 2)], TypeError, r"indices\[1\] are torch.float32"),
     (torch.zeros(1, 2, dtype=torch.bool), TypeError, "indices are a mask; give TokenIndex.from_mask of it"),
-    (
-        torch.eye(2).to_sparse_csr(),
-        TypeError,
-        r"layout torch.sparse_csr; give its col_indices\(\) and crow_indices\(\)",
-    ),
+    (torch.eye(2).to_sparse_csr(), TypeError, r"torch.sparse_csr; give its col_indices\(\) and crow_indices\(\)"),
     ("pairs", TypeError, "indices are 'pairs'; they have to be a tensor, or a list of one for each head"),
     ([], TypeError, r"indices are \[\]"),
     ([torch.zeros(1, 2, dtype=LONG), [torch.zeros(1, 2, dtype=LONG)]], ValueError, "unlike or too deeply nested"),
     ([[[torch.zeros(1, 2, dtype=LONG)]]], ValueError, "unlike or too deeply nested"),
+    *(
+        (pairs, TypeError, "^indices are no lists of integers of equal lengths: ")
+        for pairs in ([[0, 2**63]], [[0, 1], [1]], [[0, "1"]], [[0, None]])
+    ),
 ]
 
 
@@ -234,18 +235,6 @@ def test_lengths_that_are_none(length: object, error: type[Exception], sentence:
     assert type(TokenIndex.from_pairs(pairs, np.int64(1), np.uint8(1)).queries) is int
 
 
-@pytest.mark.parametrize("pairs", [[[0, 2**63]], [[0, 1], [1]], [[0, "1"]], [[0, None]]])
-def test_lists_of_python_that_make_no_tensor(pairs: list):
-    with pytest.raises(TypeError, match="^indices are no lists of integers of equal lengths: "):
-        TokenIndex.from_pairs(pairs, 4, 5)
-
-
-@pytest.mark.parametrize("block", [0, 7, -8, True, 2**40])
-def test_a_block_of_blocks_is_a_power_of_two(block: int):
-    with pytest.raises(ValueError, match="block is .*; it has to be a power of two"):
-        TokenIndex.from_pairs(torch.zeros(1, 2, dtype=LONG), 4, 5).blocks(block)
-
-
 def on_device(x: object, device: str) -> object:
     """Tensors, and lists of them, moved there."""
     return [on_device(part, device) for part in x] if isinstance(x, list) else x.to(device) if torch.is_tensor(x) else x
@@ -273,21 +262,27 @@ def test_values_and_offsets_that_are_refused(device: str, values: list, offsets:
         TokenIndex.from_csr(torch.tensor(values, device=device), torch.tensor(offsets, device=device), 4, 5)
 
 
-def test_unpadded_lists_have_to_end_where_they_end():
-    with pytest.raises(ValueError, match="offsets of list 0 end at 3 and values of list 0 has 4 pairs"):
-        TokenIndex.from_csr([torch.tensor(VALUES)] * 2, [torch.tensor([1, 1, 3, 3])] * 2, 4, 5)
-
-
-def test_other_masks_and_jagged_tensors_are_refused():
-    with pytest.raises(TypeError, match="A mask is a bool tensor, got torch.float32"):
-        TokenIndex.from_mask(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match=r"got \(2,\)"):
-        TokenIndex.from_mask(torch.zeros(2, dtype=torch.bool))
-    with pytest.raises(TypeError, match="layout torch.jagged"):
-        TokenIndex.from_jagged(torch.zeros(2, 2, dtype=torch.int64), 4)
-    pairs = TokenIndex.from_mask(torch.ones(2, 1, 20, 20, dtype=torch.bool))
-    with pytest.raises(ValueError, match="shared by all sequences"):
-        pairs.blocks(16)
+@pytest.mark.parametrize(
+    ("build", "error", "sentence"),
+    [
+        (
+            lambda: TokenIndex.from_csr([torch.tensor(VALUES)] * 2, [torch.tensor([1, 1, 3, 3])] * 2, 4, 5),
+            ValueError,
+            "offsets of list 0 end at 3 and values of list 0 has 4 pairs",
+        ),
+        (lambda: TokenIndex.from_mask(torch.zeros(2, 2)), TypeError, "A mask is a bool tensor, got torch.float32"),
+        (lambda: TokenIndex.from_mask(torch.zeros(2) > 0), ValueError, r"got \(2,\)"),
+        (lambda: TokenIndex.from_jagged(torch.zeros(2, 2, dtype=LONG), 4), TypeError, "layout torch.jagged"),
+        (lambda: TokenIndex.from_mask(torch.ones(2, 1, 9, 9) > 0).blocks(16), ValueError, "shared by all sequences"),
+        *(
+            (lambda block=block: TokenIndex.from_mask(torch.ones(4, 5) > 0).blocks(block), ValueError, "power of two")
+            for block in (0, 7, -8, True, 2**40)
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(build: Callable, error: type[Exception], sentence: str):
+    with pytest.raises(error, match=sentence):
+        build()
 
 
 def test_lists_of_heads_and_of_sequences_are_told_apart():
@@ -333,17 +328,9 @@ def test_packing_takes_no_more_steps_for_more_documents():
 @pytest.mark.parametrize(
     ("index", "arguments", "sentence"),
     [
-        (
-            TokenIndex.from_mask(torch.ones(4, 3) > 0),
-            {},
-            "for 4 query and 3 key tokens, and the longest .* has 4",
-        ),
+        (TokenIndex.from_mask(torch.ones(4, 3) > 0), {}, "for 4 query and 3 key tokens, and the longest .* has 4"),
         (TokenIndex.from_mask(torch.ones(5, 6) > 0), {"document_layout": "row"}, "5 query .* and the row has 6"),
-        (
-            TokenIndex.from_mask(torch.ones(2, 1, 6, 6) > 0),
-            {},
-            "of 2 sequences, and packed documents are one row",
-        ),
+        (TokenIndex.from_mask(torch.ones(2, 1, 6, 6) > 0), {}, "of 2 sequences, and packed documents are one row"),
         (TokenIndex.from_mask(torch.ones(6, 6) > 0), {"document_layout": "both"}, "document_layout is 'both'; it has"),
     ],
 )
