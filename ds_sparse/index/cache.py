@@ -151,6 +151,9 @@ class Cache(Generic[Kept]):
                 captured.add(entry.value)
             return entry.value
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def items(self) -> list[tuple[Any, Kept]]:
         """The keys and values, those that were used last at the end."""
         return [(key, entry.value) for key, entry in self._listed()]

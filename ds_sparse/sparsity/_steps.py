@@ -23,7 +23,7 @@ def row_step(make: Callable[[Any, int, int], RowStep]) -> Callable[[Any, int, Te
     """Decorator: from a method (h, blocks) that makes the step of a head to DeepSpeed's (h, layout), which takes it in
     all rows of a layout, in place. `of_rows` is the method as it was."""
 
-    def set_layout(self, h: int, layout: Tensor) -> Tensor:
+    def set_layout(self, h: int, layout: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # as help() shows it
         make(self, h, layout.shape[1])(layout[h], range(layout.shape[1]))
         return layout
 

@@ -47,4 +47,4 @@ def test_what_is_kept_of_a_long_text_is_bounded():
     parts = parts_of(BlockIndex.build(torch.ones(64, 64, dtype=torch.bool), 8))
     for offset in range(500):
         parts.keys_seen((offset,), 1, offset + 1, True, CPU)
-    assert len(parts._kept.items()) == MOST_PARTS
+    assert len(parts._kept) == MOST_PARTS
