@@ -231,7 +231,8 @@ class BaseTask(Task):
         frequencies: Tensor,
         seed: Sequence[int],
     ) -> None:
-        self.model, self.sequences, self.windows = model, sequences, windows
+        self.model: Any = model
+        self.sequences, self.windows = sequences, windows
         self.held_out, self.frequencies, self.seed = held_out, frequencies, seed
         self.tokens_per_step = sequences.per_step
 

@@ -127,7 +127,8 @@ class Packages(Task):
         seed: int,
         device: torch.device,
     ) -> None:
-        self.model, self.length, self.device = model, length, device
+        self.model: Any = model
+        self.length, self.device = length, device
         self.training, self.held_out, self.frequencies = training, held_out, frequencies
         self.files = min(tokens_per_step // length, len(training.packages))
         self.tokens_per_step = self.files * length
