@@ -6,16 +6,19 @@ those of DeepSpeed's own documentation of the block.
 
 from .block import (
     ANY_NUM_HEADS,
-    layer_structures_block,
+    LayerStructures,
+    beyond,
+    example_block,
+    layer_entries,
+    layers_of,
     mode_of,
     parse_sparse_attention,
     parse_sparse_attention_layers,
     read_block,
+    seed_of,
     sparse_attention_block,
 )
-from .example import example_block
 from .file import BLOCK_KEY, LAYERS_KEY, LoadedConfig, Source, SparseAttentionConfigError, load_config, parse_config
-from .layers import LayerStructures, beyond, block_of_layer, layer_entries, layers_of, seed_of
 from .reading import DEFAULT_MODE, STRUCTURE_ERRORS, describe
 from .schema import json_schema, summary
 
@@ -30,12 +33,10 @@ __all__ = [
     "Source",
     "SparseAttentionConfigError",
     "beyond",
-    "block_of_layer",
     "describe",
     "example_block",
     "json_schema",
     "layer_entries",
-    "layer_structures_block",
     "layers_of",
     "load_config",
     "mode_of",

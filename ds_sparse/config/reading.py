@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -18,7 +19,7 @@ from ..sparsity._registry import loaded_classes
 from ..sparsity.declarations import Rule, rule_fields
 from ..sparsity.draws import random_numbers_kept
 from ..wording import did_you_mean, hint_of_text, list_modes, one_of, reason, show, show_key
-from .file import BLOCK_KEY, LAYERS_KEY
+from .file import BLOCK_KEY, LAYERS_KEY, SparseAttentionConfigError
 
 DEFAULT_MODE = "fixed"
 
@@ -49,6 +50,34 @@ STRUCTURE_ERRORS = (
 """What the code of a user's structure may raise; the reader makes a sentence of it."""
 
 
+class Choice(NamedTuple):
+    """What a block says: a class, and values for it.
+
+    Attributes:
+        at: where the block stands, for errors.
+        values: of all its keys.
+        given: the keys of which the constructor gets the value; it has the defaults of the others itself.
+    """
+
+    at: str
+    mode: str
+    cls: type[SparsityConfig]
+    values: dict[str, Any]
+    given: frozenset[str]
+
+    def make(self, num_heads: int) -> SparsityConfig:
+        """The structure for so many heads.
+
+        Raises:
+            SparseAttentionConfigError: the class cannot be made for them.
+        """
+        reading = Reading(self.at, whole=False)
+        structure = reading.build(self, num_heads)
+        if structure is None:
+            raise SparseAttentionConfigError(reading.mistakes) from reading.cause
+        return structure
+
+
 class Reading:
     """One pass over a block, gathering mistakes and notices."""
 
@@ -66,7 +95,10 @@ class Reading:
             own += [sentence for sentence in more if sentence.removeprefix(other.at) not in said]
         self.cause = self.cause or other.cause
 
-    def read(self, block: Mapping[str, Any], num_heads: int, seq_len: int | None) -> SparsityConfig | None:
+    def read(
+        self, block: Mapping[str, Any], num_heads: int, seq_len: int | None
+    ) -> tuple[Choice, SparsityConfig] | None:
+        """What a block says, and its structure for so many heads; None where there is a mistake."""
         given = {key: _with_integers(value) for key, value in block.items()}
         mode = given.pop("mode", DEFAULT_MODE)
         fields_of = {name: json_fields(known) for name, known in loaded_classes().items()}
@@ -92,11 +124,11 @@ class Reading:
             return None
         broken = self._check_rules((*cls.rules, *cls.json_rules), given, values)
         if not invalid and not broken:
-            chosen = {key: value for key, value in values.items() if key in given or key in cls.json_defaults}
-            structure = self._build(cls, mode, num_heads, chosen)
+            choice = Choice(self.at, mode, cls, values, frozenset(given) | frozenset(cls.json_defaults))
+            structure = self.build(choice, num_heads)
             if structure is not None and seq_len is not None:
                 self._try_layout(structure, mode, given, values, seq_len)
-            return structure
+            return None if structure is None else (choice, structure)
         if seq_len is not None:
             self._check_length_rules(cls, given, values, seq_len)
         return None
@@ -217,9 +249,10 @@ class Reading:
         values = values | {"blocks": rounded_up(seq_len, values["block"]) // values["block"]}
         return self._check_rules(cls.length_rules, given, values, f" at a sequence length of {seq_len}")
 
-    def _build(
-        self, cls: type[SparsityConfig], mode: str, num_heads: int, values: dict[str, Any]
-    ) -> SparsityConfig | None:
+    def build(self, choice: Choice, num_heads: int) -> SparsityConfig | None:
+        """The structure of what a block says; None where its class does not take that."""
+        mode, cls = choice.mode, choice.cls
+        values = {key: copy.deepcopy(value) for key, value in choice.values.items() if key in choice.given}
         try:
             with warnings.catch_warnings():
                 # The cautions of the structure become notices.

@@ -8,8 +8,8 @@ from ..sparsity import SparsityConfig
 from ..sparsity._fields import json_fields, json_model
 from ..sparsity._registry import loaded_classes
 from ..wording import list_modes
+from .block import KEY_PATTERN
 from .file import BLOCK_KEY, LAYERS_KEY
-from .layers import KEY_PATTERN
 from .reading import DEFAULT_MODE, NONE, foreign_keys
 
 _NONE = {"type": "string", "pattern": f"^{NONE}$", "description": "Python's None, read as null."}

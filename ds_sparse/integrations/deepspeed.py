@@ -20,7 +20,6 @@ from ..config import (
     LayerStructures,
     Source,
     SparseAttentionConfigError,
-    block_of_layer,
     layer_entries,
     load_config,
     read_block,
@@ -28,13 +27,13 @@ from ..config import (
 from ..config.file import name_of
 from ..extras import optional_imports
 from ..models.families import families
-from ..models.layers import attention_layers, numbers
-from ..models.sparsify import sparsify
+from ..models.layers import AttentionLayers, attention_layers
+from ..models.sparsify import activate
 from ..models.structures import set_common_seeds
 from ..modules.layers import structure_of
 from ..notices import say_notices
 from ..ranks import is_launched, say
-from ..sparsity import FixedSparsityConfig, SparsityConfig
+from ..sparsity import SparsityConfig
 from ..sparsity.declarations import DEFAULTS, declared_value
 from .cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
 from .deepspeed_sequence import autosp, parallelize, refuse, sequence_parallel_size
@@ -176,14 +175,20 @@ def _asked_for(args: argparse.Namespace, num_heads: int, num_layers: int | None 
     source = getattr(args, "deepspeed_config", None)
     if source is None:
         raise ValueError(f"--{FLAG} is on and no DeepSpeed JSON is given; add --deepspeed_config FILE.")
-    _, block = load_config(source)
+    structures = _read(load_config(source).block, source, num_heads, num_layers)
+    set_common_seeds(structures)
+    return structures
+
+
+def _read(
+    block: Mapping[str, Any] | None, source: Source, num_heads: int = ANY_NUM_HEADS, num_layers: int | None = None
+) -> LayerStructures:
+    """The structures of a JSON's block, whose notices are said; without a block those of an empty one."""
     if block is None:
         say(NO_BLOCK)
-        return LayerStructures(FixedSparsityConfig(num_heads=num_heads), {})
     notices: list[str] = []
-    structures = read_block(block, num_heads, source=source, notices=notices, num_layers=num_layers)
+    structures = read_block(block or {}, num_heads, source=source, notices=notices, num_layers=num_layers)
     say_notices(notices)
-    set_common_seeds(structures)
     return structures
 
 
@@ -252,21 +257,22 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
         raise ValueError("model is None; pass the torch.nn.Module to train as model=.")
     deepspeed_config, block = load_config(sources[0])
     size = sequence_parallel_size(deepspeed_config, name_of(sources[0]))
-    sparse, dense = attention_layers(model)
+    found = attention_layers(model)
     on = is_on(args, launcher_decides=launcher_decides)
     refuse(size, arguments, on)
-    wrong = autosp(deepspeed_config) if on or sparse else None
+    wrong = autosp(deepspeed_config) if on or found.sparse else None
     if wrong is not None:
         raise SparseAttentionConfigError([f"{name_of(sources[0])}: {wrong}"])
-    if on:
-        _check_block(block, sources[0])
-        _check_layers(model, sparse, dense, block or {}, sources[0])
+    structures = _read(block, sources[0]) if on else None
+    if structures is not None:
+        _check_layers(model, found, structures)
     rendezvous = {name: arguments[name] for name in ("distributed_port", "dist_init_required") if name in arguments}
     init_distributed(**rendezvous)
-    if on and not sparse:
-        for heading in sparsify(model, block or {}).headings:  # ranks that draw blocks have to be able to talk
+    if structures is not None and not found.sparse:
+        for heading in activate(model, found, structures).headings:  # ranks that draw blocks have to be able to talk
             say(f"{heading}.")
-        sparse, dense = attention_layers(model)
+        found = attention_layers(model)
+    sparse, dense, _ = found
     if on:
         say(f"sparse attention is on in {len(sparse)} of {len(sparse) + len(dense)} attention layers.")
     elif block is not None and sparse:
@@ -285,23 +291,9 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
     return engine, *rest
 
 
-def _check_block(block: Mapping[str, Any] | None, source: Source) -> None:
-    if block is None:
-        say(NO_BLOCK)
-    else:
-        notices: list[str] = []
-        read_block(block, ANY_NUM_HEADS, source=source, notices=notices)
-        say_notices(notices)
-
-
-def _check_layers(
-    model: nn.Module,
-    sparse: Mapping[str, nn.Module],
-    dense: Mapping[str, nn.Module],
-    block: Mapping[str, Any],
-    source: Source,
-) -> None:
+def _check_layers(model: nn.Module, found: AttentionLayers, structures: LayerStructures) -> None:
     """Raises SparseAttentionConfigError for a model that the flag can neither make sparse nor leave as it is."""
+    sparse, dense, numbers = found
     if not sparse and not dense:
         raise SparseAttentionConfigError(
             [
@@ -311,9 +303,9 @@ def _check_layers(
         )
     if not sparse:
         return
-    numbered = numbers(model, {**sparse, **dense})
-    left = {name for name in dense if name in numbered and block_of_layer(block, numbered[name]) is None}
-    others = {name: layer for name, layer in dense.items() if name not in left}
+    others = {
+        name: layer for name, layer in dense.items() if name not in numbers or structures.of(numbers[name]) is not None
+    }
     beside = set[str]().union(*(family.left_dense(model, others) for family in families()))
     names = [name for name in others if name not in beside]
     if names:
@@ -325,38 +317,35 @@ def _check_layers(
                 "Without the flag the model trains as it is."
             ]
         )
-    _check_structures(sparse, numbered, block, source)
+    for_heads = functools.cache(structures.for_heads)
+    for name, layer in sparse.items():
+        number, own = _structure_of(layer, numbers.get(name))
+        if own is not None:  # else a local layer, whose window is the model's
+            _check_structure(name, own, for_heads(own.num_heads).of(number))
+
+
+def _check_structure(name: str, own: SparsityConfig, wanted: Any) -> None:
+    """Raises SparseAttentionConfigError unless a layer has the structure of the block; a seed may differ that is not in
+    it."""
+    fields = [] if wanted is None else [field for field in vars(wanted) if field[0] != "_"]
+    differing = sorted(
+        field
+        for field in fields
+        if (field != "seed" or wanted.seed is not None) and _counted(own, field) != getattr(wanted, field)
+    )
+    if type(own) is not type(wanted) or differing:
+        raise SparseAttentionConfigError(
+            [
+                f"--{FLAG} is on, and layer {name} has {_show(own, differing)} where the JSON says "
+                f"{'null, dense attention' if wanted is None else _show(wanted, differing)}; build it with "
+                "ds_sparse.get_sparse_attention_config(args, num_heads), or leave the flag away."
+            ]
+        )
 
 
 def _counted(structure: Any, field: str) -> Any:
     """A structure's field, as it counts."""
     return declared_value(structure, field) if field in DEFAULTS else getattr(structure, field, None)
-
-
-def _check_structures(
-    layers: Mapping[str, nn.Module], numbered: Mapping[str, int], block: Mapping[str, Any], source: Source
-) -> None:
-    """Raises SparseAttentionConfigError unless each layer has the structure of the block; a seed may differ that is not
-    in it."""
-    for name, layer in layers.items():
-        number, config = _structure_of(layer, numbered.get(name))
-        if config is None:  # a local layer, whose window is the model's
-            continue
-        wanted = read_block(block, config.num_heads, source=source).of(number)
-        fields = (
-            []
-            if wanted is None
-            else [field for field in vars(wanted) if field[0] != "_" and (field != "seed" or wanted.seed is not None)]
-        )
-        differing = sorted(field for field in fields if _counted(config, field) != getattr(wanted, field))
-        if type(config) is not type(wanted) or differing:
-            raise SparseAttentionConfigError(
-                [
-                    f"--{FLAG} is on, and layer {name} has {_show(config, differing)} where the JSON says "
-                    f"{'null, dense attention' if wanted is None else _show(wanted, differing)}; build it with "
-                    "ds_sparse.get_sparse_attention_config(args, num_heads), or leave the flag away."
-                ]
-            )
 
 
 def _show(config: SparsityConfig, fields: list[str]) -> str:

@@ -56,7 +56,7 @@ class TransformersModels(Family):
             switches.append(hf.Switch(owner, those, around, by_layer, tokens, found.decoders))
         for reason in dict.fromkeys(switch.not_saved for switch in switches if switch.not_saved):
             warnings.warn(f"The structure is not saved with the model: {reason}", SparsityWarning, stacklevel=3)
-        return [*switches, *(StayDense(layers, why) for why, layers in found.dense.items())]
+        return [hf.OwnConfigs(model), *switches, *(StayDense(layers, why) for why, layers in found.dense.items())]
 
     def switched(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         owners = pretrained_model_around(model)
@@ -72,10 +72,6 @@ class TransformersModels(Family):
             for module in outer.modules()
         }
         return {name for name, layer in layers.items() if layer in of_sparse_models}
-
-    def prepare(self, model: nn.Module) -> None:
-        if pretrained_model_around(model):
-            _interface().give_own_configs(model)
 
     def adapt_replaced(self, model: nn.Module, base: nn.Module) -> None:
         """Their mask is then (batch, tokens), not a matrix of tokens x tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -12,33 +12,36 @@ from ..modules.layers import cross_attention_layers, ours_and_others
 from .families import families
 
 
-def attention_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The sparse and the dense self-attention layers of a model, by name.
+class AttentionLayers(NamedTuple):
+    """The self-attention layers of a model, by name and in its order.
 
-    Sparse is what `ours_and_others` says is ours, and what its family says is switched, such as a layer of a
-    Transformers model on the attention interface whose implementation is "ds_sparse". Dense are the others that it
-    finds, and the innermost modules outside of these whose code names scaled_dot_product_attention. Both are in the
-    model's order.
+    Attributes:
+        sparse: what `ours_and_others` says is ours, and what its family says is switched, such as a layer of a
+            Transformers model on the attention interface whose implementation is "ds_sparse".
+        dense: the others that it finds, and the innermost modules outside of these whose code names
+            scaled_dot_product_attention.
+        numbers: by which `layers` of a block counts them: from 0, whatever family they are of. Layers of a family that
+            counts them by model have none here.
     """
+
+    sparse: dict[str, nn.Module]
+    dense: dict[str, nn.Module]
+    numbers: dict[str, int]
+
+
+def attention_layers(model: nn.Module) -> AttentionLayers:
+    """Looks a model through for its attention layers."""
     sparse, dense = ours_and_others(model)
     dense |= _callers(model, {*sparse.values(), *dense.values(), *cross_attention_layers(model).values()})
     for family in families():
         sparse |= family.switched(model, dense)
-    places = _places(model)
-    sparse, dense = (dict(sorted(those.items(), key=lambda item: places[item[0]])) for those in (sparse, dense))
-    return sparse, {name: layer for name, layer in dense.items() if name not in sparse}
-
-
-def numbers(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, int]:
-    """The number of each attention layer, by name, by which `layers` of a block counts it: from 0, in the model's
-    order, whatever family it is of. Layers of a family that counts them by model have none here.
-
-    Args:
-        layers: all attention layers of the model, sparse and dense.
-    """
+    layers = {name: {**dense, **sparse}[name] for name, _ in model.named_modules() if name in sparse or name in dense}
     apart = {name for family in families() if family.counts_by_model for name in family.of_this_family(model, layers)}
-    together = sorted(layers.keys() - apart, key=_places(model).__getitem__)
-    return {name: number for number, name in enumerate(together)}
+    return AttentionLayers(
+        {name: layer for name, layer in layers.items() if name in sparse},
+        {name: layer for name, layer in layers.items() if name not in sparse},
+        {name: number for number, name in enumerate(name for name in layers if name not in apart)},
+    )
 
 
 def refuse_sparse(model: nn.Module, sparse: Mapping[str, nn.Module]) -> None:
@@ -48,10 +51,6 @@ def refuse_sparse(model: nn.Module, sparse: Mapping[str, nn.Module]) -> None:
             f"{next(iter(sparse))} of {type(model).__name__} is sparse already; give the dense model (undo() of what "
             "sparsify returned makes it dense again)."
         )
-
-
-def _places(model: nn.Module) -> dict[str, int]:
-    return {name: place for place, (name, _) in enumerate(model.named_modules())}
 
 
 def _callers(model: nn.Module, known: set[nn.Module]) -> dict[str, nn.Module]:

@@ -152,7 +152,7 @@ class SparseAttentionUtils:
                 f"max_position is {max_position}, and the model has {table.num_embeddings - reserved_rows(table)} "
                 "positions; extend_position_embedding(model, max_position) makes room for them first."
             )
-        refuse_sparse(model, attention_layers(model)[0])
+        refuse_sparse(model, attention_layers(model).sparse)
         _replace_layers(model.config, layers, sparsity_config, max_position)
         for family in families():
             family.adapt_replaced(model, base)

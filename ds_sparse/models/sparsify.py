@@ -10,9 +10,9 @@ from torch import nn
 from ..sparsity import SparsityConfig
 from .by_hand import BY_HAND
 from .families import families
-from .layers import attention_layers, numbers, refuse_sparse
+from .layers import AttentionLayers, attention_layers, refuse_sparse
 from .report import Change, SparsifyReport
-from .structures import Structures
+from .structures import Structures, Wanted
 
 
 def sparsify(
@@ -71,23 +71,29 @@ def sparsify(
         raise TypeError(
             f"model is a {type(model).__name__}; it has to be a torch.nn.Module, such as what from_pretrained returns."
         )
-    sparse, dense = attention_layers(model)
-    refuse_sparse(model, sparse)
-    structures = Structures(sparsity_config, numbers(model, dense), type(model).__name__)
+    return activate(model, attention_layers(model), sparsity_config, max_seq_length)
+
+
+def activate(
+    model: nn.Module, found: AttentionLayers, wanted: Wanted, max_seq_length: int | None = None
+) -> SparsifyReport:
+    """`sparsify` of a model whose layers have been found, by a structure or a block that may have been read."""
+    refuse_sparse(model, found.sparse)
+    structures = Structures(wanted, found.numbers, type(model).__name__)
     changes: list[Change] = []
+    dense: Mapping[str, nn.Module] = found.dense
     for family in families():
         layers = family.of_this_family(model, dense)
         changes += family.changes(model, layers, structures, max_seq_length)
         dense = {name: layer for name, layer in dense.items() if name not in layers}
-    if not changes:
+    kinds = [kind for change in changes for kind in change.kinds]
+    if not kinds:
         raise ValueError(
             f"{type(model).__name__} has no attention layer that ds_sparse knows; where it computes it, {BY_HAND}"
         )
-    reasons = {kind.what for change in changes for kind in change.kinds}
-    if not any(kind.sparse for change in changes for kind in change.kinds):
-        raise ValueError(f"No attention layer of {type(model).__name__} would be sparse: {'; '.join(sorted(reasons))}.")
-    for family in families():
-        family.prepare(model)
+    if not any(kind.sparse for kind in kinds):
+        reasons = "; ".join(sorted({kind.what for kind in kinds}))
+        raise ValueError(f"No attention layer of {type(model).__name__} would be sparse: {reasons}.")
     for change in changes:
         change.on()
     return SparsifyReport(changes)

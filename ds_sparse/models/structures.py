@@ -12,33 +12,32 @@ from ..modules.structure_argument import for_all_layers, read_structures
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
 
+Wanted = SparsityConfig | Mapping[str, Any] | LayerStructures | None
+"""A structure, a dict with the keys of the JSON block, or what has been read of one; None where none is asked for."""
+
 
 class Structures:
     """The structures that were asked for, by number of heads, so that all layers of a kind have the same.
 
     Args:
-        wanted: the structure, or a dict with the keys of the JSON block.
+        wanted: the structure, or a block.
         numbers: those of layers, by name, by which `layers` of the block counts them (`models/layers.py`); not those
             of families that count them themselves.
         model: the name of the model, for errors.
     """
 
-    def __init__(
-        self,
-        wanted: SparsityConfig | Mapping[str, Any] | None,
-        numbers: Mapping[str, int] | None = None,
-        model: str = "the model",
-    ):
+    def __init__(self, wanted: Wanted, numbers: Mapping[str, int] | None = None, model: str = "the model"):
         self.wanted, self._numbers, self._model = wanted, numbers or {}, model
+        self._read: LayerStructures | None = None
         self._made: dict[tuple[int, int, int | None], LayerStructures] = {}
 
-    def make(self, num_heads: int, saved: Mapping[str, Any] | None = None) -> SparsityConfig:
+    def make(self, num_heads: int) -> SparsityConfig:
         """The one structure of all layers, as `by_layer`.
 
         Raises:
             ValueError: as `by_layer`; layers have structures of their own.
         """
-        return for_all_layers(self.by_layer(num_heads, saved=saved))
+        return for_all_layers(self.by_layer(num_heads))
 
     def by_layer(
         self,
@@ -53,11 +52,12 @@ class Structures:
         Raises:
             ValueError: as `make_structures`; an entry names a layer that the model, of this name, does not have.
         """
-        wanted = saved if self.wanted is None else self.wanted
         seed = None if saved is None else seed_of(saved)
-        key = (id(wanted), num_heads, seed)
+        key = (id(saved) if self.wanted is None else 0, num_heads, seed)
         if key not in self._made:
-            self._made[key] = make_structures(wanted, num_heads, seed)
+            read = read_structures(saved, num_heads) if self.wanted is None else self._unseeded(num_heads)
+            set_common_seeds(read, seed)
+            self._made[key] = read
         structures = self._made[key]
         wrong = [] if num_layers is None else beyond(structures.entries, num_layers, model)
         if wrong:
@@ -72,19 +72,21 @@ class Structures:
         """
         return self.by_layer(num_heads, len(self._numbers), model=self._model).of(self._numbers[name])
 
-    def check_repeatable(self, kinds: Iterable[tuple[int, ...]]) -> None:
+    def check_repeatable(self, kinds: Iterable[tuple[Any, ...]]) -> None:
         """Raises ValueError where random blocks have no seed from who asked, for layers that save neither structure nor
         layout. A kind of layers begins with their number of heads."""
         heads = {kind[0] for kind in kinds} if self.wanted is not None else ()
-        given = [read_structures(self.wanted, number) for number in sorted(heads)]
-        for structure in (structure for those in given for structure in (those.others, *those.entries.values())):
-            if structure is not None:
-                check_repeatable(structure)
+        for structure in (structure for number in sorted(heads) for structure in self._unseeded(number).all()):
+            check_repeatable(structure)
+
+    def _unseeded(self, num_heads: int) -> LayerStructures:
+        """What was asked for; a block is read once, for whatever heads come first."""
+        if self._read is None and isinstance(self.wanted, Mapping):
+            self._read = read_structures(self.wanted, num_heads)
+        return read_structures(self.wanted if self._read is None else self._read, num_heads)
 
 
-def make_structures(
-    wanted: SparsityConfig | Mapping[str, Any] | None, num_heads: int, seed: int | None = None
-) -> LayerStructures:
+def make_structures(wanted: Wanted, num_heads: int, seed: int | None = None) -> LayerStructures:
     """The structures that were asked for, copies, with `seed` or one that rank 0 draws where they have none.
 
     Raises:
@@ -100,8 +102,7 @@ def make_structures(
 
 def set_common_seeds(structures: LayerStructures, seed: int | None = None) -> None:
     """`set_common_seed` for all of them; those without a seed get one and the same."""
-    for structure in (structures.others, *structures.entries.values()):
-        if structure is not None:
-            had_none = declared_value(structure, "seed") is None
-            set_common_seed(structure, seed)
-            seed = declared_value(structure, "seed") if had_none and seed is None else seed
+    for structure in structures.all():
+        had_none = declared_value(structure, "seed") is None
+        set_common_seed(structure, seed)
+        seed = declared_value(structure, "seed") if had_none and seed is None else seed

@@ -14,8 +14,13 @@ from .bert import check_num_heads
 from .structured_attention import is_structure
 
 
-def read_structures(wanted: SparsityConfig | Mapping[str, Any] | None, num_heads: int) -> LayerStructures:
+def read_structures(
+    wanted: SparsityConfig | Mapping[str, Any] | LayerStructures | None, num_heads: int
+) -> LayerStructures:
     """The structures that were asked for, copies; `FixedSparsityConfig` where none was.
+
+    Args:
+        wanted: a structure, a dict with the keys of the JSON block, or what has been read of one.
 
     Raises:
         SparseAttentionConfigError: the dict is wrong (a ValueError).
@@ -23,20 +28,21 @@ def read_structures(wanted: SparsityConfig | Mapping[str, Any] | None, num_heads
         TypeError: neither a structure nor a dict.
     """
     if wanted is None:
-        return LayerStructures(FixedSparsityConfig(num_heads=num_heads), {})
+        return LayerStructures(FixedSparsityConfig(num_heads=num_heads))
+    if isinstance(wanted, LayerStructures):
+        return wanted.for_heads(num_heads)
     if isinstance(wanted, Mapping):
         notices: list[str] = []
         structures = read_block(wanted, num_heads, source=wanted, notices=notices)
         say_notices(notices)
-    elif is_structure(wanted):
-        structures = LayerStructures(copy.copy(wanted), {})
-    else:
+        return structures
+    if not is_structure(wanted):
         raise TypeError(
             f"sparsity_config is {kind(wanted)}; it has to be a sparsity config, such as FixedSparsityConfig(num_heads="
             f"{num_heads}), or a dict with the keys of the {BLOCK_KEY} block."
         )
-    check_num_heads(structures.others, num_heads)
-    return structures
+    check_num_heads(wanted, num_heads)
+    return LayerStructures(copy.copy(wanted))
 
 
 def for_all_layers(structures: LayerStructures) -> SparsityConfig:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import ds_sparse
-from ds_sparse.config import SparseAttentionConfigError, block_of_layer, layer_structures_block, load_config, read_block
+from ds_sparse.config import SparseAttentionConfigError, load_config, read_block
 from ds_sparse.sparsity import SparsityConfig, register_sparsity
 
 BLOCK = {
@@ -39,9 +39,18 @@ def test_a_block_without_layers_is_for_all():
 
 def test_an_entry_of_another_mode_takes_the_keys_that_it_has_from_the_block():
     block = {"mode": "fixed", "num_local_blocks": 8, "block": 64, "seed": 3, "layers": {"0": {"mode": "bigbird"}}}
-    assert block_of_layer(block, 0) == {"mode": "bigbird", "block": 64, "seed": 3}
-    assert block_of_layer(block, 1) == {"mode": "fixed", "num_local_blocks": 8, "block": 64, "seed": 3}
-    assert block_of_layer(BLOCK, 8) is None
+    structures = read_block(block, 4)
+    entry, others = structures.block_of(0), structures.block_of(1)
+    assert (entry["mode"], entry["block"], entry["seed"]) == ("bigbird", 64, 3) and "num_local_blocks" not in entry
+    assert (others["mode"], others["block"], others["seed"], others["num_local_blocks"]) == ("fixed", 64, 3, 8)
+    assert read_block(BLOCK, 4).block_of(8) is None
+
+
+def test_what_is_read_once_is_made_for_any_number_of_heads():
+    read = read_block({**BLOCK, "different_layout_per_head": True}, 4)
+    for layer, structure in enumerate(read.for_heads(6).of_all(10)):
+        assert structure is None if layer == 8 else (structure.num_heads, structure.block) == (6, 32)
+    assert read.for_heads(6).block() == read.block() and read.of(0).num_heads == 4
 
 
 def test_all_mistakes_of_all_entries_come_at_once():
@@ -107,13 +116,13 @@ def test_pythons_none_in_a_file_is_dense(write):
 
 def test_what_is_written_is_read_as_the_same():
     structures = read_block(BLOCK, 4)
-    written = json.loads(json.dumps(layer_structures_block(structures)))
+    written = json.loads(json.dumps(structures.block()))
     assert written["layers"]["0-3, 6"] == {"num_local_blocks": 2} and written["layers"]["8"] is None
     again = read_block(written, 4)
     for layer in range(10):
         ours, theirs = structures.of(layer), again.of(layer)
         assert type(ours) is type(theirs) and (ours is None or vars(ours) == vars(theirs))
-    assert layer_structures_block(again) == written
+    assert again.block() == written
 
 
 @pytest.mark.usefixtures("registry")
@@ -128,4 +137,4 @@ def test_a_structure_with_a_field_of_this_name_keeps_it():
             return self.setup_layout(seq_len)
 
     assert ds_sparse.parse_sparse_attention({"mode": "layered", "layers": 5}, 4).layers == 5
-    assert block_of_layer({"mode": "layered", "layers": 5}, 0) == {"mode": "layered", "layers": 5}
+    assert read_block({"mode": "layered", "layers": 5}, 4).block_of(0)["layers"] == 5

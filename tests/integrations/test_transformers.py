@@ -340,7 +340,7 @@ def test_layers_have_structures_of_their_own_and_equal_ones_one_layout(device):
         "2 attention layers stay dense",
     ]  # fmt: skip
     assert [name for name, *_ in report.dense] == [f"bert.encoder.layer.{n}.attention.self" for n in (3, 4)]
-    names, dense = attention_layers(model)
+    names, dense, _ = attention_layers(model)
     assert len(names) == 3 and len(dense) == 2 and torch.isfinite(model(**batch).loss)
 
 
@@ -713,7 +713,7 @@ def test_encoders_are_sparse_beside_what_attends_to_another_sequence(name, tmp_p
     model = copy.deepcopy(dense)
     report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
     assert heading in report.headings
-    sparse, others = attention_layers(model)
+    sparse, others, _ = attention_layers(model)
     assert list(sparse) == [entry.name for entry in report.replaced] and len(sparse) == (4 if name == "siglip" else 2)
     assert set(others) == {entry.name for entry in report.dense} and others
     with mock.patch.object(functions, "attention_of", wraps=functions.attention_of) as asked:

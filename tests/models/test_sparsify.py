@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ds_sparse
 from ds_sparse.models.families import Family, _registry, register_family
-from ds_sparse.models.layers import attention_layers, numbers
+from ds_sparse.models.layers import attention_layers
 from ds_sparse.models.report import Kind, describe
 from ds_sparse.modules.structured_attention import StructuredAttention
 
@@ -128,9 +128,8 @@ def test_layers_of_several_families_are_counted_together_in_the_models_order():
         block = {"mode": "fixed", "block": 16, "layers": {str(number): None}}
         report = ds_sparse.sparsify(model, block, max_seq_length=TOKENS)
         assert [layer.name for layer in report.dense] == [name] and len(report.replaced) == 4
-        layers = {**attention_layers(model)[0], **attention_layers(model)[1]}
         names = ["0.self_attn", "1", "2.sparse_self_attention" if number != 2 else "2", "3.self_attn", "4"]
-        assert numbers(model, layers) == {layer: place for place, layer in enumerate(names)}
+        assert attention_layers(model).numbers == {layer: place for place, layer in enumerate(names)}
         report.undo()
     with pytest.raises(ds_sparse.SparseAttentionConfigError, match=r"Sequential has 5 attention layers, 0 to 4"):
         ds_sparse.sparsify(model, {"mode": "fixed", "layers": {"5": None}}, max_seq_length=TOKENS)

@@ -18,15 +18,16 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 from ..pretrained import NAME
 from .acceptance import why_not
+from .activation import OwnConfigs, Switch, give_own_configs
 from .binding import MAX_SEQ_LENGTH_KEY, number_of, structure_of
 from .functions import attention, key_padding_mask
 from .roles import roles
 from .sequence import sequence_parallel
-from .switch import Switch, give_own_configs
 
 __all__ = [
     "MAX_SEQ_LENGTH_KEY",
     "NAME",
+    "OwnConfigs",
     "Switch",
     "attention",
     "give_own_configs",

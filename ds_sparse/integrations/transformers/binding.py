@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig
 from ...config import (
     BLOCK_KEY,
     LAYERS_KEY,
+    LayerStructures,
     SparseAttentionConfigError,
     beyond,
-    block_of_layer,
     layers_of,
     read_block,
 )
@@ -64,17 +64,52 @@ _made: weakref.WeakValueDictionary[tuple, StructuredAttention] = weakref.WeakVal
 """What layers that say the same share."""
 
 
-def attach(layers: Mapping[str, nn.Module]) -> None:
-    """Gives the attention layers of a model what computes, by its config.
+def attach(config: PreTrainedConfig, layers: Mapping[str, nn.Module], attentions: Mapping[str, Attention]) -> None:
+    """Gives the attention layers of a model, which has this config, what computes in each."""
+    block, length = getattr(config, BLOCK_KEY, None), Length.of(config)
+    for number, (name, layer) in enumerate(layers.items()):
+        vars(layer)["_ds_sparse"] = Attached(block, length, attentions[name], name, number, window_of(layer))
+    give_distances(layers.values())
+
+
+def attention_of_each(
+    layers: Mapping[str, nn.Module], structures: LayerStructures, length: Length, model: str, shared: bool = True
+) -> dict[str, Attention]:
+    """What computes in each attention layer of a model of this name.
+
+    Args:
+        shared: with the layers of other models that say the same; the structures then have a block.
 
     Raises:
-        ValueError: the structure in the config is wrong, or has an entry for a layer that there is not.
+        ValueError: a structure has no layout of that length; `layers` of the block name a layer that there is not, or
+            local layers alone.
     """
-    config: Any = next(iter(layers.values())).config
-    check_entries(_entries(config), list(layers.values()), type(config).__name__)
+    _check_entries(structures.entries, list(layers.values()), model)
+    made: dict[int, StructuredAttention] = {}
+    attentions: dict[str, Attention] = {}
     for number, (name, layer) in enumerate(layers.items()):
-        vars(layer)["_ds_sparse"] = _attached(layer, name, number)
-    give_distances(layers.values())
+        local, structure = local_attention_of(layer), structures.of(number)
+        if local is None and structure is not None and id(structure) not in made:
+            block = structures.block_of(number) if shared else None
+            made[id(structure)] = _attention_on(structure, block, length)
+        attentions[name] = local or (dense_attention if structure is None else made[id(structure)])
+    return attentions
+
+
+def structures_in(config: PreTrainedConfig) -> LayerStructures:
+    """The structures that the config of a model says.
+
+    Raises:
+        ValueError: it says none; they are wrong.
+    """
+    of: Any = config
+    block = getattr(config, BLOCK_KEY, None)
+    if block is None:
+        raise ValueError(
+            f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model takes the name {NAME}, as in "
+            f'config.{BLOCK_KEY} = {{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify, which does.'
+        )
+    return read_block(block, of.num_attention_heads, source=type(config).__name__)
 
 
 def attached_to(layer: nn.Module) -> Attached:
@@ -89,40 +124,21 @@ def attached_to(layer: nn.Module) -> Attached:
             f"config.{BLOCK_KEY} has changed since the model was made sparse, and torch.compile cannot trace what "
             "makes a layout of it; call the model once before."
         )
-    attached = _attached(layer, *((attached.name, attached.number) if attached is not None else ("", None)))
-    vars(layer)["_ds_sparse"] = attached
-    return attached
-
-
-def _attached(layer: nn.Module, name: str, number: int | None) -> Attached:
-    config: Any = layer.config
-    block = getattr(config, BLOCK_KEY, None)
-    if block is None:
-        raise ValueError(
-            f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model takes the name {NAME}, as in "
-            f'config.{BLOCK_KEY} = {{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify, which does.'
-        )
-    return Attached(block, Length.of(config), _attention_for(layer, block, number), name, number, window_of(layer))
-
-
-def _attention_for(layer: nn.Module, block: dict[str, Any], number: int | None) -> Attention:
-    config: Any = layer.config
-    structures = read_block(block, config.num_attention_heads, source=type(config).__name__)
+    structures, length = structures_in(config), Length.of(config)
+    name, number = (attached.name, attached.number) if attached is not None else ("", None)
     if structures.entries and number is None:
         raise ValueError(
             f"config.{BLOCK_KEY} has structures by layer, and {type(layer).__name__} does not know which layer it is; "
             f'call model.set_attn_implementation("{NAME}"), which numbers them.'
         )
-    local = local_attention_of(layer)
-    if local is not None:
-        return local
-    structure = structures.others if number is None else structures.of(number)
-    if structure is None:
-        return dense_attention
-    return attention_on(structure, block_of_layer(block, number or 0), Length.of(config))
+    structure, attention = structures.of(number or 0), local_attention_of(layer) or dense_attention
+    if structure is not None and attention is dense_attention:
+        attention = _attention_on(structure, structures.block_of(number or 0), length)
+    attached = vars(layer)["_ds_sparse"] = Attached(block, length, attention, name, number, window_of(layer))
+    return attached
 
 
-def attention_on(structure: SparsityConfig, block: dict[str, Any] | None, length: Length) -> StructuredAttention:
+def _attention_on(structure: SparsityConfig, block: dict[str, Any] | None, length: Length) -> StructuredAttention:
     """What layers of any model share that say this block, for so many tokens; without a block a new one.
 
     Raises:
@@ -161,7 +177,7 @@ def local_attention_of(layer: nn.Module) -> LocalAttention | None:
     return window_of(layer).local
 
 
-def check_entries(entries: Iterable[str], layers: Sequence[nn.Module], model: str) -> None:
+def _check_entries(entries: Iterable[str], layers: Sequence[nn.Module], model: str) -> None:
     """Raises ValueError where the `layers` of a block name a layer that there is not, or local layers alone."""
     entries = list(entries)
     wrong = beyond(entries, len(layers), model)
@@ -171,13 +187,6 @@ def check_entries(entries: Iterable[str], layers: Sequence[nn.Module], model: st
             wrong.append(f"{show(key)}: local layers of {model}, which keep the window that the model gives them.")
     if wrong:
         raise SparseAttentionConfigError([f"{BLOCK_KEY}.{LAYERS_KEY}.{sentence}" for sentence in wrong])
-
-
-def _entries(config: PreTrainedConfig) -> Iterable[str]:
-    block = getattr(config, BLOCK_KEY, None)
-    if not isinstance(block, Mapping) or not isinstance(block.get(LAYERS_KEY), Mapping):
-        return ()
-    return read_block(block, config.num_attention_heads, source=type(config).__name__).entries
 
 
 class Unrepeatable(ValueError):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -52,24 +51,3 @@ def roles(model: nn.Module, layers_of: Mapping[PreTrainedModel, Mapping[str, nn.
         if across:
             dense.setdefault(ACROSS, {}).update(across)
     return Roles(sparse, dense, decoders)
-
-
-def give_encoder_its_config(encoder: PreTrainedModel, decoders: list[PreTrainedModel]) -> PreTrainedModel | None:
-    """Puts a copy of its config into an encoder whose decoder has the same one, as in BART, so that each has an
-    attention implementation of its own. Returns the config that it had, None where nothing was done."""
-    config = encoder.config
-    if all(decoder.config is not config for decoder in decoders):
-        return None
-    _exchange_config(encoder, config, copy.deepcopy(config))
-    return config
-
-
-def give_back(encoder: PreTrainedModel, config: Any) -> None:
-    """Undoes `give_encoder_its_config`."""
-    _exchange_config(encoder, encoder.config, config)
-
-
-def _exchange_config(model: PreTrainedModel, old: Any, new: Any) -> None:
-    for module in model.modules():
-        if vars(module).get("config") is old:
-            module.config = new

@@ -49,9 +49,6 @@ class Family(ABC):
         """The names of those dense layers that are to be dense beside sparse ones of the same model."""
         return set()
 
-    def prepare(self, model: nn.Module) -> None:
-        """Is called before changes of a model are switched on."""
-
     def adapt_replaced(self, model: nn.Module, base: nn.Module) -> None:
         """Is called when BertSparseSelfAttention has taken the place of all layers of `base`, the encoder in it."""
 
