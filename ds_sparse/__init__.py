@@ -8,7 +8,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .integrations import on_import
+from . import on_import
 
 __version__ = "0.1.0"
 
@@ -42,8 +42,8 @@ _PUBLIC = {
     "SparseAttentionUtils": "models.sparse_attention_utils",
     "SparsifyReport": "models.report",
     "sparsify": "models.sparsify",
-    "adapt": "integrations.transformers.adapt",
-    "convert": "integrations.transformers.convert",
+    "adapt": "integrations.transformers.checkpoint",
+    "convert": "integrations.transformers.checkpoint",
     "SparsityConfig": "sparsity",
     "DenseSparsityConfig": "sparsity",
     "FixedSparsityConfig": "sparsity",
@@ -83,8 +83,8 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .integrations.deepspeed import get_sparse_attention_layers as get_sparse_attention_layers
     from .integrations.deepspeed import init_distributed as init_distributed
     from .integrations.deepspeed import initialize as initialize
-    from .integrations.transformers.adapt import adapt as adapt
-    from .integrations.transformers.convert import convert as convert
+    from .integrations.transformers.checkpoint import adapt as adapt
+    from .integrations.transformers.checkpoint import convert as convert
     from .integrations.transformers.sequence import sequence_parallel as sequence_parallel
     from .models.report import SparsifyReport as SparsifyReport
     from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
@@ -138,7 +138,7 @@ _load_launcher_of_checkout()
 def _refuse_second_copy() -> None:
     """Where another copy is imported already, this one's modules would be the other's: Hugging Face's kernels imports
     the package from where it lies."""
-    here, first = Path(__file__).parent, Path(on_import.__file__).parent.parent
+    here, first = Path(__file__).parent, Path(on_import.__file__).parent
     if here != first:
         raise ImportError(
             f"ds_sparse is imported from {first}, and a process has one; use that one, or load the one in {here} "

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_sparse.config import SparseAttentionConfigError
 from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
-from ds_sparse.integrations.on_import import after_import
+from ds_sparse.on_import import after_import
 from ds_sparse.ranks import rank
 
 HEAD_START = 10

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     def make(block: Any) -> SparsifyReport:
-        from ..integrations.transformers.adapt import adapt
+        from ..integrations.transformers.checkpoint import adapt
 
         return adapt(args.model, args.out, max_position=args.max_position, sparsity_config=block)
 

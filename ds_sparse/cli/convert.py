@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     def make(block: Any) -> SparsifyReport:
-        from ..integrations.transformers.convert import convert
+        from ..integrations.transformers.checkpoint import convert
 
         return convert(args.model, args.out, sparsity_config=block)
 

@@ -1,1 +1,1 @@
-"""Bindings to training frameworks; `import ds_sparse` imports `on_import` alone, which imports no framework."""
+"""Bindings to training frameworks, which `import ds_sparse` does not import."""

@@ -38,7 +38,7 @@ from ..sparsity.declarations import DEFAULTS, declared_value
 from .cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
 from .deepspeed_sequence import autosp, parallelize, refuse, sequence_parallel_size
 from .flag import FLAG, is_on
-from .pretrained import innermost_pretrained_models, pretrained_model_around
+from .transformers_family import innermost_pretrained_models, pretrained_model_around
 
 with optional_imports():
     import deepspeed

@@ -1,23 +1,29 @@
-"""What DeepSpeed will say about a JSON, from its own configuration classes, before anything is trained.
+"""What DeepSpeed will say about a JSON, from its own classes, before anything is trained.
 
 Nothing is initialised and no device is used. DeepSpeed reads a configuration once, for one rank, and stops at the first
 mistake. Here it reads each key beside a batch size alone, so that every mistake is found and has a name, and then all
-that passed together, for what it says about several.
+that passed together, for what it says about several. Parameters of the optimizer and the scheduler it hands to a class:
+those of its own optimizers compile something when they are made, so that only the names of their parameters are looked
+at; all others are made, for one number to train.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import inspect
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from ..wording import cut, did_you_mean, hint_of_text, printable, show, show_key
-from .deepspeed_made import MADE, refused_when_made
-from .deepspeed_reading import LONGEST, Asked, import_deepspeed, in_words, read
+from ..config import STRUCTURE_ERRORS
+from ..extras import optional_imports
+from ..wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
 from .deepspeed_sequence import BATCH, DATA_KEY, KEY, autosp, wrong_size
 
 AUTO = "auto"
@@ -25,6 +31,11 @@ AUTO = "auto"
 
 _TRAIN, _MICRO, _ = BATCH
 _IGNORED = "DeepSpeed reads no such key, and ignores it."
+
+Maker = Callable[[dict[str, Any]], object]
+
+LONGEST = 240
+"""Characters of what DeepSpeed says."""
 
 
 class Verdict(NamedTuple):
@@ -41,7 +52,7 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
     Raises:
         ImportError: DeepSpeed is not installed, or cannot be imported.
     """
-    deepspeed = import_deepspeed()
+    deepspeed = _import_deepspeed()
     filled, auto = _without_auto(config)
     mistakes, notices = [], []
     if auto and "zero_optimization" not in config:
@@ -64,7 +75,7 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
     mistakes += [sentence for sentence in (wrong, autosp(filled)) if sentence is not None]
     mistakes += _refused_together(passed, filled)
     mistakes += _numbers_in_quotes(passed)
-    refused = refused_when_made(passed, auto)
+    refused = [*_optimizer(passed, auto), *_scheduler(passed, auto)]
     passed = {key: value for key, value in passed.items() if not any(one.startswith(f"{key}.") for one in refused)}
     mistakes += refused
     notices += _ignored(filled)
@@ -72,7 +83,7 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
 
 
 def _error_of(config: Mapping[str, Any]) -> Exception | None:
-    return read(copy.deepcopy(dict(config)))[0]
+    return _read(copy.deepcopy(dict(config)))[0]
 
 
 def _refused_alone(config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -101,7 +112,7 @@ def _refusal(key: str, value: Any) -> list[str]:
     if isinstance(error, ValidationError):
         return _fields(key, value, error)
     if not isinstance(error, TypeError | AttributeError):
-        return [f"{show_key(key)}: got {show(value)}; DeepSpeed refuses it: {in_words(error)}"]
+        return [f"{show_key(key)}: got {show(value)}; DeepSpeed refuses it: {_in_words(error)}"]
     # It took a shape for granted: one that it takes says which.
     shapes: dict[str, Any] = {"an object {...}": {}, **({"a number": 1} if key in BATCH else {"true or false": True})}
     taken = [
@@ -110,7 +121,7 @@ def _refusal(key: str, value: Any) -> list[str]:
         if not isinstance(value, type(shape)) and _error_of({**beside, key: shape}) is None
     ]
     wanted = f" wanted {taken[0]}.{hint_of_text(value)}" if taken else ""
-    return [f"{show_key(key)}: got {show(value)};{wanted} DeepSpeed says: {in_words(error)}"]
+    return [f"{show_key(key)}: got {show(value)};{wanted} DeepSpeed says: {_in_words(error)}"]
 
 
 def _fields(key: str, value: Any, error: ValidationError) -> list[str]:
@@ -156,7 +167,7 @@ def _refused_together(passed: dict[str, Any], config: Mapping[str, Any]) -> list
         return []
     without = {key: {other: value for other, value in passed.items() if other != key} for key in passed}
     involved = [show_key(key) for key, rest in without.items() if _error_of(rest) is None]
-    return [f"{', '.join(involved)}{': ' if involved else ''}DeepSpeed refuses it: {in_words(error)}"]
+    return [f"{', '.join(involved)}{': ' if involved else ''}DeepSpeed refuses it: {_in_words(error)}"]
 
 
 def _numbers_in_quotes(config: Mapping[str, Any]) -> list[str]:
@@ -173,13 +184,14 @@ def _numbers_in_quotes(config: Mapping[str, Any]) -> list[str]:
 
 def _ignored(config: Mapping[str, Any]) -> list[str]:
     """A notice for each key that DeepSpeed does not look up."""
-    recorded = Asked(config)
-    plain = Asked({_MICRO: 1})
-    read(recorded)
-    read(plain)  # to the end, in case the other is refused
+    recorded = _Asked(config)
+    plain = _Asked({_MICRO: 1})
+    _read(recorded)
+    _read(plain)  # to the end, in case the other is refused
     recorded.asked |= plain.asked | {DATA_KEY}  # read by deepspeed.initialize
-    for key in MADE:
-        if isinstance(made := dict.get(recorded, key), Asked) and isinstance(params := dict.get(made, "params"), Asked):
+    for key in ("optimizer", "scheduler"):  # whose parameters are handed to a class
+        made = dict.get(recorded, key)
+        if isinstance(made, _Asked) and isinstance(params := dict.get(made, "params"), _Asked):
             params.handed_on = True
     near = dict(_never_asked(recorded, ""))
     notices = [f"{key}: {_IGNORED} Did you mean {show(known)}?" for key, known in near.items() if known]
@@ -187,19 +199,19 @@ def _ignored(config: Mapping[str, Any]) -> list[str]:
     return notices + ([f"{_names(others)}: {_IGNORED}"] if others else [])
 
 
-def _never_asked(config: Asked, above: str) -> Iterator[tuple[str, str | None]]:
+def _never_asked(config: _Asked, above: str) -> Iterator[tuple[str, str | None]]:
     """The dotted name of each key that was not looked up, and the key of that object that it may be meant for."""
     for key, value in config.items():
         if key not in config.asked:
             known = [name for name in config.asked if isinstance(name, str)]
             yield f"{above}{show_key(key)}", next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.8)), None)
-        elif isinstance(value, Asked) and value.read and not value.handed_on:
+        elif isinstance(value, _Asked) and value.read and not value.handed_on:
             yield from _never_asked(value, f"{above}{show_key(key)}.")
 
 
 def _warned(config: Mapping[str, Any]) -> list[str]:
     """What DeepSpeed logs as a warning while it reads."""
-    _, warnings = read(copy.deepcopy(dict(config)))
+    _, warnings = _read(copy.deepcopy(dict(config)))
     said = (cut(printable(" ".join(warning.split())), LONGEST) for warning in warnings)
     return [f"DeepSpeed warns: {sentence.rstrip('.')}." for sentence in said]
 
@@ -241,3 +253,239 @@ def _without_auto(config: Mapping[str, Any], above: str = "") -> tuple[dict[str,
 def _names(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 5 else ""
     return f"{', '.join(names[: 4 if more else 5])}{more}"
+
+
+def _optimizer(config: Mapping[str, Any], auto: list[str]) -> list[str]:
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    wanted = config.get("optimizer") or {}
+    kind, params = wanted.get("type"), wanted.get("params") or {}
+    if kind is None:
+        return []
+    own = kind.lower() in DEEPSPEED_OPTIMIZERS if isinstance(kind, str) else False
+    if not own and not isinstance(getattr(torch.optim, str(kind), None), type):
+        return [_unknown("optimizer", kind, DEEPSPEED_OPTIMIZERS, torch.optim)]
+    if not isinstance(params, Mapping):
+        return [_no_object("optimizer.params", params)]
+    if error := _refused_of_all(params):
+        return [f"optimizer.params.max_grad_norm: got {show(params['max_grad_norm'])}; DeepSpeed refuses it: {error}"]
+    zero = _object(config.get("zero_optimization"))  # true and false are taken, too: an old way to say stage 1 and 0
+    offloaded = _object(zero.get("offload_optimizer")).get("device", "none") != "none"
+    cls, params = _optimizer_class(kind, params, offloaded) if own else (getattr(torch.optim, kind), params)
+    if cls is None:
+        return []
+    mistakes = _refused(
+        "optimizer.params", cls, params, auto, lambda given: cls([torch.nn.Parameter(torch.zeros(1))], **given)
+    )
+    untested = cls not in ZERO_SUPPORTED_OPTIMIZERS and not config.get("zero_allow_untested_optimizer")
+    if zero.get("stage", 0) and untested:
+        mistakes.append(
+            f"optimizer.type: got {show(kind)}; DeepSpeed takes it with ZeRO only beside "
+            '"zero_allow_untested_optimizer": true.'
+        )
+    return mistakes
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _refused_of_all(params: Mapping[str, Any]) -> str | None:
+    """What DeepSpeed says of parameters before it looks at whose they are."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    class Looked(Exception):
+        pass
+
+    def look() -> str:
+        raise Looked
+
+    engine = SimpleNamespace(optimizer_params=lambda: params, optimizer_name=look)
+    try:
+        DeepSpeedEngine._configure_basic_optimizer(engine, [])
+    except Looked:
+        return None
+    except ValueError as error:
+        return _in_words(error)
+    return None
+
+
+def _optimizer_class(kind: str, params: Mapping[str, Any], offloaded: bool) -> tuple[type | None, dict[str, Any]]:
+    """The class of one of DeepSpeed's names and what it is given; None for those of other packages, and for Muon, which
+    takes any keys."""
+    from deepspeed.ops import adagrad, lamb, lion
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from torch.optim import Adagrad
+
+    kind, given = kind.lower(), dict(params)
+    if kind in ("adam", "adamw"):
+        engine = SimpleNamespace(
+            zero_use_cpu_optimizer=lambda: offloaded, zenflow=False, bf16_optimizer_states=lambda: False
+        )
+        decoupled = given.pop("adam_w_mode", True) or kind == "adamw"
+        cls, more = DeepSpeedEngine.get_optimizer_configuration(engine, given, decoupled)
+        return cls, given | more
+    others = {
+        "adagrad": adagrad.DeepSpeedCPUAdagrad if offloaded else Adagrad,
+        "lamb": lamb.FusedLamb,
+        "lion": lion.DeepSpeedCPULion if offloaded else lion.FusedLion,
+    }
+    return others.get(kind), given
+
+
+def _scheduler(config: Mapping[str, Any], auto: list[str]) -> list[str]:
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    wanted = config.get("scheduler") or {}
+    kind, params = wanted.get("type"), wanted.get("params")
+    if kind is None:
+        return []
+    known = kind in lr_schedules.VALID_LR_SCHEDULES
+    cls = getattr(lr_schedules if known else torch.optim.lr_scheduler, str(kind), None)
+    if not isinstance(cls, type):
+        return [_unknown("scheduler", kind, lr_schedules.VALID_LR_SCHEDULES, torch.optim.lr_scheduler)]
+    if not isinstance(params, Mapping):
+        return [_no_object("scheduler.params", params)]
+
+    def make(given: dict[str, Any]) -> object:
+        return cls(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), **given)
+
+    return _refused("scheduler.params", cls, params, auto, make)
+
+
+def _refused(at: str, cls: type, params: Mapping[str, Any], auto: list[str], make: Maker) -> list[str]:
+    """The sentences of parameters that a class, whose first argument DeepSpeed gives, does not take."""
+    _, *arguments = inspect.signature(cls).parameters.values()
+    names = [argument.name for argument in arguments]
+    takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
+    mistakes = [
+        f"{at}.{show_key(key)}: {cls.__name__} takes no such key (given {show(value)}).{did_you_mean(key, names)}"
+        for key, value in params.items()
+        if key not in names and not takes_all
+    ]
+    mistakes += [
+        f"{at}.{argument.name}: missing; {cls.__name__} needs it."
+        for argument in arguments
+        if argument.default is argument.empty
+        and argument.kind is argument.POSITIONAL_OR_KEYWORD
+        and argument.name not in params
+        and f"{at}.{argument.name}" not in auto
+    ]
+    if mistakes or cls.__module__.startswith("deepspeed.ops") or any(name.startswith(f"{at}.") for name in auto):
+        return mistakes
+    error = _not_made(make, params)
+    if error is None:
+        return []
+    without = {key: {other: value for other, value in params.items() if other != key} for key in params}
+    involved = [key for key, rest in without.items() if _not_made(make, rest) is None]
+    got = ", ".join(f"{at}.{show_key(key)}: got {show(params[key])}" for key in involved) or f"{at}: got {show(params)}"
+    hints = "".join(hint_of_text(params[key]) for key in involved)
+    return [f"{got}; {cls.__name__} refuses it: {_in_words(error)}{hints}"]
+
+
+def _not_made(make: Maker, params: Mapping[str, Any]) -> Exception | None:
+    with _logged():
+        try:
+            make(copy.deepcopy(dict(params)))
+        except STRUCTURE_ERRORS as error:
+            return error
+    return None
+
+
+def _no_object(at: str, params: Any) -> str:
+    return (
+        f"{at}: {'missing' if params is None else f'got {show(params)}'}; wanted an object {{...}}, which may be empty."
+    )
+
+
+def _unknown(key: str, kind: Any, own: list[str], more: Any) -> str:
+    classes = [name for name, value in vars(more).items() if isinstance(value, type) and name[0].isupper()]
+    near = difflib.get_close_matches(str(kind), [*own, *classes], n=1)
+    hint = f" Did you mean {show(near[0])}?" if near else ""
+    return f"{key}.type: got {show(kind)}; neither DeepSpeed nor {more.__name__} has it.{hint}"
+
+
+def _import_deepspeed() -> ModuleType:
+    """DeepSpeed, without the lines that it logs when it is imported (where it finds no GPU, say)."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with optional_imports():
+            import deepspeed
+    finally:
+        logging.disable(before)
+    return deepspeed
+
+
+class _Asked(dict):
+    """A configuration that keeps which keys were looked up, in itself and in the objects below."""
+
+    def __init__(self, content: Mapping[Any, Any]):
+        super().__init__({key: _Asked(value) if isinstance(value, dict) else value for key, value in content.items()})
+        self.asked: set[Any] = set()
+        self.read = False
+        """Whether a value was taken by its key, and not only all of them at once."""
+        self.handed_on = False
+        """Whether it was copied for what reads it later."""
+
+    def __copy__(self) -> _Asked:
+        self.handed_on = True
+        return self
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.asked.add(key)
+        self.read = True
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.asked.add(key)
+        self.read = True
+        return super().get(key, default)
+
+    def keys(self) -> KeysView[Any]:  # type: ignore[override]  # dict's own kind cannot be made
+        return KeysView(self)
+
+
+def _read(config: dict[str, Any]) -> tuple[Exception | None, list[str]]:
+    """What DeepSpeed raises for a configuration, and what it warns of. Over a shape that it does not expect it trips by
+    any error."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    raised = None
+    with _logged() as records:
+        try:
+            DeepSpeedConfig(config)
+        except (*STRUCTURE_ERRORS, DeepSpeedConfigError) as error:
+            raised = error
+    return raised, [record.getMessage() for record in records]
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[list[logging.LogRecord]]:
+    """Keeps what DeepSpeed logs, in place of printing it."""
+    from deepspeed.utils import logger
+
+    records: list[logging.LogRecord] = []
+    collector: Any = logging.Handler(logging.WARNING)
+    collector.emit = records.append
+    handlers, logger.handlers = logger.handlers, [collector]
+    try:
+        yield records
+    finally:
+        logger.handlers = handlers
+
+
+def _in_words(error: Exception) -> str:
+    """What an error of DeepSpeed's says, as the end of a sentence."""
+    text = reason(error)
+    kind = f"{type(error).__name__}: "
+    # An assertion or an error of DeepSpeed's own says it in words.
+    text = text.removeprefix(kind) if type(error).__name__ in ("AssertionError", "DeepSpeedConfigError") else text
+    return f"{cut(text, LONGEST).rstrip('.')}."

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..sparsity import SparsityConfig
-from .by_hand import BY_HAND
 from .families import families
+from .families._plain import BY_HAND
 from .layers import AttentionLayers, attention_layers, refuse_sparse
 from .report import Change, SparsifyReport
 from .structures import Structures, Wanted

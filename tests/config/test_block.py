@@ -9,6 +9,7 @@ import pytest
 
 from ds_sparse.config import (
     SparseAttentionConfigError,
+    example_block,
     json_schema,
     load_config,
     parse_sparse_attention,
@@ -22,7 +23,10 @@ from ds_sparse.sparsity import (
     VariableSparsityConfig,
     declarations,
     register_sparsity,
+    sparsity_class,
+    sparsity_modes,
 )
+from ds_sparse.sparsity._fields import json_fields
 
 # The block as DeepSpeed's documentation shows it: the keys of all modes at once.
 DOCUMENTED = {
@@ -41,209 +45,126 @@ DOCUMENTED = {
     "num_sliding_window_blocks": 3,
 }
 
-# (block, sequence length, sentences), each sentence without the leading "ds.json: ".
+MODES = '"bigbird", "bslongformer", "dense", "fixed", "local_sliding_window", "transformers_bigbird" or "variable"'
+
+
+def wrong(block, *sentences, seq_len=None):
+    """A block, and what is said of it after "ds.json: sparse_attention."."""
+    return pytest.param(block, seq_len, sentences, id=json.dumps(block)[:60])
+
+
 WRONG = [
-    (
-        {"num_local_block": 4},
-        None,
-        ['sparse_attention.num_local_block: unknown key (given 4). Did you mean "num_local_blocks"?'],
-    ),
-    (
+    wrong({"num_local_block": 4}, 'num_local_block: unknown key (given 4). Did you mean "num_local_blocks"?'),
+    wrong(
         {"mode": "bigbird", "zzz": [1]},
-        None,
-        [
-            'sparse_attention.zzz: unknown key (given [1]). Mode "bigbird" knows mode, block, '
-            "different_layout_per_head, "
-            "seed, causal, strict_causal, num_random_blocks, num_sliding_window_blocks, num_global_blocks, attention."
-        ],
+        'zzz: unknown key (given [1]). Mode "bigbird" knows mode, block, different_layout_per_head, seed, causal, '
+        "strict_causal, num_random_blocks, num_sliding_window_blocks, num_global_blocks, attention.",
     ),
-    ({"block": "16"}, None, ['sparse_attention.block: got "16"; wanted 8, 16, 32, 64 or 128.']),
-    ({"block": 24}, None, ["sparse_attention.block: got 24; wanted 8, 16, 32, 64 or 128."]),
-    ({"num_local_blocks": 4.5}, None, ["sparse_attention.num_local_blocks: got 4.5; wanted an integer of at least 1."]),
-    ({"num_local_blocks": 0}, None, ["sparse_attention.num_local_blocks: got 0; wanted an integer of at least 1."]),
-    (
-        {"num_global_blocks": True},
-        None,
-        ["sparse_attention.num_global_blocks: got true; wanted an integer of at least 1."],
-    ),
-    (
-        {"different_layout_per_head": "yes"},
-        None,
-        ['sparse_attention.different_layout_per_head: got "yes"; wanted true or false.'],
-    ),
-    (
-        {"horizontal_global_attention": 1},
-        None,
-        ["sparse_attention.horizontal_global_attention: got 1; wanted true or false."],
-    ),
-    (
-        {"num_local_blocks": None},
-        None,
-        ["sparse_attention.num_local_blocks: got null; wanted an integer of at least 1."],
-    ),
-    (
-        {"attention": "causal"},
-        None,
-        ['sparse_attention.attention: got "causal"; wanted "bidirectional" or "unidirectional".'],
-    ),
-    (
+    wrong({"block": "16"}, 'block: got "16"; wanted 8, 16, 32, 64 or 128.'),
+    wrong({"block": 24}, "block: got 24; wanted 8, 16, 32, 64 or 128."),
+    wrong({"num_local_blocks": 4.5}, "num_local_blocks: got 4.5; wanted an integer of at least 1."),
+    wrong({"num_local_blocks": 0}, "num_local_blocks: got 0; wanted an integer of at least 1."),
+    wrong({"num_global_blocks": True}, "num_global_blocks: got true; wanted an integer of at least 1."),
+    wrong({"different_layout_per_head": "yes"}, 'different_layout_per_head: got "yes"; wanted true or false.'),
+    wrong({"horizontal_global_attention": 1}, "horizontal_global_attention: got 1; wanted true or false."),
+    wrong({"num_local_blocks": None}, "num_local_blocks: got null; wanted an integer of at least 1."),
+    wrong({"attention": "causal"}, 'attention: got "causal"; wanted "bidirectional" or "unidirectional".'),
+    wrong(
         {"mode": "variable", "local_window_blocks": 4},
-        None,
-        ["sparse_attention.local_window_blocks: got 4; wanted a list of at least one, each an integer of at least 1."],
+        "local_window_blocks: got 4; wanted a list of at least one, each an integer of at least 1.",
     ),
-    (
+    wrong(
         {"mode": "variable", "local_window_blocks": [4, "8"]},
-        None,
-        [
-            'sparse_attention.local_window_blocks: got [4, "8"]; wanted a list of at least one, each an integer of at '
-            "least 1."
-        ],
+        'local_window_blocks: got [4, "8"]; wanted a list of at least one, each an integer of at least 1.',
     ),
-    (
+    wrong(
         {"mode": "bslongformer", "global_block_end_indices": 3},
-        None,
-        ["sparse_attention.global_block_end_indices: got 3; wanted a list, each an integer or null."],
+        "global_block_end_indices: got 3; wanted a list, each an integer or null.",
     ),
-    ({"seed": -1}, None, ["sparse_attention.seed: got -1; wanted an integer of at least 0 or null."]),
-    (
-        {"mode": "bigbrid"},
-        None,
-        [
-            'sparse_attention.mode: got "bigbrid"; wanted "bigbird", "bslongformer", "dense", "fixed", '
-            '"local_sliding_window", "transformers_bigbird" or "variable". Did you mean "bigbird"?'
-        ],
-    ),
-    (
-        {"mode": None},
-        None,
-        [
-            'sparse_attention.mode: got null; wanted "bigbird", "bslongformer", "dense", "fixed", '
-            '"local_sliding_window", "transformers_bigbird" or "variable".'
-        ],
-    ),
-    (
+    wrong({"seed": -1}, "seed: got -1; wanted an integer of at least 0 or null."),
+    wrong({"mode": "bigbrid"}, f'mode: got "bigbrid"; wanted {MODES}. Did you mean "bigbird"?'),
+    wrong({"mode": None}, f"mode: got null; wanted {MODES}."),
+    wrong(
         {"mode": "local", "blok": 16, "block": 5},
-        None,
-        [
-            'sparse_attention.mode: got "local"; wanted "bigbird", "bslongformer", "dense", "fixed", '
-            '"local_sliding_window", "transformers_bigbird" or "variable". Did you mean "local_sliding_window"?',
-            'sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
-            "sparse_attention.block: got 5; wanted 8, 16, 32, 64 or 128.",
-        ],
+        f'mode: got "local"; wanted {MODES}. Did you mean "local_sliding_window"?',
+        'blok: unknown key (given 16). Did you mean "block"?',
+        "block: got 5; wanted 8, 16, 32, 64 or 128.",
     ),
-    (
+    wrong(
         {"mode": "fixed", "num_random_blocks": 2},
-        None,
-        [
-            'sparse_attention.num_random_blocks: got 2, but mode "fixed" has no such key; it belongs to modes '
-            '"bigbird", "transformers_bigbird" and "variable". Remove it or change the mode.'
-        ],
+        'num_random_blocks: got 2, but mode "fixed" has no such key; it belongs to modes "bigbird", '
+        '"transformers_bigbird" and "variable". Remove it or change the mode.',
     ),
-    (
+    wrong(
         {"mode": "dense", "attention": "unidirectional"},
-        None,
-        [
-            'sparse_attention.attention: got "unidirectional", but mode "dense" has no such key; it belongs to modes '
-            '"bigbird", "bslongformer", "fixed", "local_sliding_window" and "variable". Remove it or change the mode.'
-        ],
+        'attention: got "unidirectional", but mode "dense" has no such key; it belongs to modes "bigbird", '
+        '"bslongformer", "fixed", "local_sliding_window" and "variable". Remove it or change the mode.',
     ),
-    ({"num_heads": 12}, None, ["sparse_attention.num_heads: got 12; the model says how many heads. Remove it."]),
-    (
+    wrong({"num_heads": 12}, "num_heads: got 12; the model says how many heads. Remove it."),
+    wrong(
         {"num_local_blocks": 5, "num_global_blocks": 2},
-        None,
-        [
-            "sparse_attention.num_local_blocks: got 5 with num_global_blocks 2. Number of blocks in a local window, 5, "
-            "must be dividable by number of global blocks, 2!"
-        ],
+        "num_local_blocks: got 5 with num_global_blocks 2. Number of blocks in a local window, 5, must be "
+        "dividable by number of global blocks, 2!",
     ),
-    (
+    wrong(
         {"num_different_global_patterns": 4},
-        None,
-        [
-            "sparse_attention.num_different_global_patterns: got 4 with different_layout_per_head false. Number of "
-            "different layouts cannot be more than one when you have set a single layout for all heads! Set "
-            "different_layout_per_head to True."
-        ],
+        "num_different_global_patterns: got 4 with different_layout_per_head false. Number of different layouts "
+        "cannot be more than one when you have set a single layout for all heads! Set different_layout_per_head to "
+        "True.",
     ),
-    (
+    wrong(
         {"attention": "unidirectional", "horizontal_global_attention": True, "blok": 16},
-        None,
-        [
-            'sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
-            'sparse_attention.horizontal_global_attention: got true with attention "unidirectional". '
-            'only "bi-directional" attentions can support horizontal global attention!',
-        ],
+        'blok: unknown key (given 16). Did you mean "block"?',
+        'horizontal_global_attention: got true with attention "unidirectional". only "bi-directional" attentions '
+        "can support horizontal global attention!",
     ),
-    (
+    wrong(
         {"mode": "variable", "global_block_indices": [0, 5], "global_block_end_indices": [1], "num_random_blocks": "2"},
-        None,
-        [
-            'sparse_attention.num_random_blocks: got "2"; wanted an integer of at least 0.',
-            "sparse_attention.global_block_end_indices: got [1] with global_block_indices [0, 5]. Global block start "
-            "indices length, 2, must be same as global block end indices length, 1!",
-        ],
+        'num_random_blocks: got "2"; wanted an integer of at least 0.',
+        "global_block_end_indices: got [1] with global_block_indices [0, 5]. Global block start indices length, 2, "
+        "must be same as global block end indices length, 1!",
     ),
-    (
+    wrong(
         {"mode": "bigbird", "attention": "unidirectional", "num_random_blocks": 2},
-        None,
-        [
-            'sparse_attention.num_random_blocks: got 2 with attention "unidirectional", strict_causal false. The first '
-            "row of a unidirectional layout has one block to draw from. Set strict_causal to true, which draws as many "
-            "as a row has, or ask for at most 1 random block."
-        ],
+        'num_random_blocks: got 2 with attention "unidirectional", strict_causal false. The first row of a '
+        "unidirectional layout has one block to draw from. Set strict_causal to true, which draws as many as a row "
+        "has, or ask for at most 1 random block.",
     ),
-    (
+    wrong(
         {"mode": "bigbird", "block": 64, "num_sliding_window_blocks": 5},
-        193,
-        [
-            "sparse_attention.num_sliding_window_blocks: got 5 at a sequence length of 193. Number of sliding window "
-            "blocks, 5, must be smaller than overall number of blocks in a row, 4!"
-        ],
+        "num_sliding_window_blocks: got 5 at a sequence length of 193. Number of sliding window blocks, 5, must be "
+        "smaller than overall number of blocks in a row, 4!",
+        seq_len=193,
     ),
-    (
+    wrong(
         {"mode": "bigbird", "num_sliding_window_blocks": 5},
-        64,
-        [
-            "sparse_attention.num_sliding_window_blocks: got 5 at a sequence length of 64. Number of sliding window "
-            "blocks, 5, must be smaller than overall number of blocks in a row, 4!"
-        ],
+        "num_sliding_window_blocks: got 5 at a sequence length of 64. Number of sliding window blocks, 5, must be "
+        "smaller than overall number of blocks in a row, 4!",
+        seq_len=64,
     ),
-    (
+    wrong(
         {"mode": "bigbird", "num_random_blocks": 10**30, "num_global_blocks": 5, "num_sliding_window_blocks": "3"},
-        64,
-        [
-            'sparse_attention.num_sliding_window_blocks: got "3"; wanted an integer of at least 0.',
-            f"sparse_attention.num_random_blocks: got {10**30} at a sequence length of 64. Number of random blocks, "
-            f"{10**30}, must be smaller than overall number of blocks in a row, 4!",
-            "sparse_attention.num_global_blocks: got 5 at a sequence length of 64. Number of global blocks, 5, must be "
-            "smaller than overall number of blocks in a row, 4!",
-        ],
+        'num_sliding_window_blocks: got "3"; wanted an integer of at least 0.',
+        f"num_random_blocks: got {10**30} at a sequence length of 64. Number of random blocks, {10**30}, must be "
+        "smaller than overall number of blocks in a row, 4!",
+        "num_global_blocks: got 5 at a sequence length of 64. Number of global blocks, 5, must be smaller than "
+        "overall number of blocks in a row, 4!",
+        seq_len=64,
     ),
-    (
+    wrong(
         {"mode": "bslongformer"},
-        32,
-        [
-            "sparse_attention.num_sliding_window_blocks: got 3 at a sequence length of 32. Number of sliding window "
-            "blocks, 3, must be smaller than overall number of blocks in a row, 2!"
-        ],
+        "num_sliding_window_blocks: got 3 at a sequence length of 32. Number of sliding window blocks, 3, must be "
+        "smaller than overall number of blocks in a row, 2!",
+        seq_len=32,
     ),
-    (
+    wrong(
         {"mode": "variable", "global_block_indices": [-9], "local_windows": 3},
-        64,
-        [
-            'sparse_attention.local_windows: unknown key (given 3). Did you mean "local_window_blocks"?',
-            "sparse_attention.global_block_indices: got [-9] with global_block_end_indices null at a sequence length "
-            "of 64. Global block index -9 counts from the end, but a row has only 4 blocks!",
-        ],
+        'local_windows: unknown key (given 3). Did you mean "local_window_blocks"?',
+        "global_block_indices: got [-9] with global_block_end_indices null at a sequence length of 64. Global "
+        "block index -9 counts from the end, but a row has only 4 blocks!",
+        seq_len=64,
     ),
 ]
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    from ds_sparse.sparsity import _registry
-
-    monkeypatch.setattr(_registry, "_classes", dict(_registry._classes))
 
 
 def mistakes_of(block, seq_len=None):
@@ -259,9 +180,9 @@ def notices_of(block, seq_len=None):
     return structure, notices
 
 
-@pytest.mark.parametrize(("block", "seq_len", "sentences"), WRONG, ids=lambda value: json.dumps(value)[:60])
+@pytest.mark.parametrize("block, seq_len, sentences", WRONG)
 def test_every_mistake_gets_its_sentence(block, seq_len, sentences):
-    assert mistakes_of(block, seq_len) == [f"ds.json: {sentence}" for sentence in sentences]
+    assert mistakes_of(block, seq_len) == [f"ds.json: sparse_attention.{sentence}" for sentence in sentences]
 
 
 @pytest.mark.parametrize("block", [None, [], "fixed", 16, True])
@@ -648,3 +569,30 @@ def test_a_structure_that_no_block_stands_for_is_an_error():
     unwritable.num_local_blocks = object()
     with pytest.raises(ValueError, match="cannot be written .* not JSON serializable"):
         sparse_attention_block(unwritable)
+
+
+@pytest.mark.parametrize("mode", sparsity_modes())
+def test_an_example_has_every_key_and_one_layout(mode):
+    block = example_block(mode)
+    assert block.keys() == {"mode", *json_fields(sparsity_class(mode))}
+    first, again = (parse_sparse_attention(block, 2).make_layout(1024) for _ in range(2))
+    assert first.equal(again)
+
+
+def test_it_draws_as_the_class_does_by_default_and_then_has_a_seed():
+    state = random.getstate()
+    drawn = {mode: example_block(mode) for mode in sparsity_modes()}
+    assert random.getstate() == state
+    found = {
+        mode: (block["num_random_blocks"], block["seed"])
+        for mode, block in drawn.items()
+        if "num_random_blocks" in block
+    }
+    assert found == {"bigbird": (1, 0), "transformers_bigbird": (3, 0), "variable": (0, None)}
+
+
+def test_what_is_given_is_kept_and_mistakes_are_those_of_a_file():
+    assert example_block("bigbird", {"seed": 5, "block": 64})["seed"] == 5
+    with pytest.raises(SparseAttentionConfigError) as error:
+        example_block("fixed", {"num_local_blocks": 0, "blok": 8}, source="mine")
+    assert [sentence.partition(": ")[0] for sentence in error.value.mistakes] == ["mine", "mine"]

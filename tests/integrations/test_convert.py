@@ -9,9 +9,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 import ds_sparse
-from ds_sparse.integrations.transformers.big_bird import BigBirdConverter
-from ds_sparse.integrations.transformers.led import LEDConverter
-from ds_sparse.integrations.transformers.longformer import LongformerConverter
+from ds_sparse.integrations.transformers.converters import BigBirdConverter, LEDConverter, LongformerConverter
 from ds_sparse.layout import to_token_mask
 
 TOKENS, VOCABULARY, LAYERS, BLOCK = 256, 50, 2, 16

@@ -739,7 +739,7 @@ def test_a_causal_tower_is_sparse_beside_a_bidirectional_one(capsys):
     report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
     assert len(report.replaced) == 4 and not report.dense
     assert capsys.readouterr().out.count("CLIPTextModel is causal: DenseSparsityConfig has blocks above") == 1
-    with mock.patch.object(functions.causal, "attend", wraps=functions.causal.attend) as attend:
+    with mock.patch.object(functions, "_attend_causal", wraps=functions._attend_causal) as attend:
         assert_close(states_of_both(model, inputs), truth)
     assert {call.args[0] for call in attend.call_args_list} == {
         layer.self_attn for layer in model.text_model.encoder.layers

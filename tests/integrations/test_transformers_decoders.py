@@ -10,7 +10,7 @@ from integrations.pairs import pairs
 
 import ds_sparse
 from ds_sparse.integrations.transformers import functions, structure_of
-from ds_sparse.integrations.transformers.causal import refuse_other_masks
+from ds_sparse.integrations.transformers.masks import refuse_other_masks
 from ds_sparse.layout import to_token_mask
 from ds_sparse.notices import _said
 
@@ -110,7 +110,7 @@ def test_a_dense_structure_gives_what_the_untouched_model_gives(name):
     model, batch = make(name), make_batch()
     truth = run(dense_twin(model), batch)
     report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
-    with mock.patch.object(functions.causal, "attend", wraps=functions.causal.attend) as attend:
+    with mock.patch.object(functions, "_attend_causal", wraps=functions._attend_causal) as attend:
         ours = run(model, batch)
     layers = {model.get_submodule(entry.name) for entry in report.replaced}
     assert len(layers) == 2 and {call.args[0] for call in attend.call_args_list} == layers

@@ -385,7 +385,7 @@ def test_a_layer_that_does_not_hear_of_the_documents_is_an_error():
     forward = layer.forward
 
     def drop(*arguments, **named):
-        return forward(*arguments, **{name: x for name, x in named.items() if name != packing.TOLD})
+        return forward(*arguments, **{name: x for name, x in named.items() if name != packing.DOCUMENTS_KEYWORD})
 
     with mock.patch.object(layer, "forward", drop), pytest.raises(ValueError, match="1 of its attention layers"):
         model(torch.randint(5, VOCABULARY, (1, 20)), position_ids=START_AGAIN)

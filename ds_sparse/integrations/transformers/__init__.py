@@ -16,12 +16,12 @@ if int(transformers.__version__.split(".")[0]) < 5:
         "5.0; install transformers>=5."
     )
 
-from ..pretrained import NAME
-from .acceptance import why_not
+from ..transformers_family import NAME
 from .activation import OwnConfigs, Switch, give_own_configs
 from .binding import MAX_SEQ_LENGTH_KEY, number_of, structure_of
-from .functions import attention, key_padding_mask
-from .roles import roles
+from .compatibility import roles, why_not
+from .functions import attention
+from .masks import key_padding_mask
 from .sequence import sequence_parallel
 
 __all__ = [

@@ -22,8 +22,7 @@ from ...models.report import NULL, Kind, describe
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention
 from ...notices import say_notices
-from ..pretrained import NAME, layers_by_model, models_around, through_interface
-from .acceptance import why_not
+from ..transformers_family import NAME, layers_by_model, models_around, through_interface
 from .binding import (
     CONFIG_KEYS,
     MAX_SEQ_LENGTH_KEY,
@@ -32,13 +31,13 @@ from .binding import (
     Unrepeatable,
     attach,
     attention_of_each,
+    is_causal,
     set_config,
     structures_in,
+    take_distances,
 )
-from .causal import is_causal, say_what_is_cut
-from .distances import take_distances
+from .compatibility import roles, why_not
 from .packing import watch
-from .roles import roles
 
 
 def activate(
@@ -47,8 +46,26 @@ def activate(
     """Has what computes in each compute in attention layers of a model whose config has our name: the one place that
     makes them sparse. Returns the hooks on the model."""
     attach(model.config, layers, attentions)
-    say_what_is_cut(model, layers)
+    _say_what_is_cut(model, layers, attentions)
     return watch(model)
+
+
+def _say_what_is_cut(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], attentions_of: Mapping[str, Attention]
+) -> None:
+    """Prints what becomes of the structure of a decoder's layers, once a process."""
+    attentions = {id(x): x for x in (attentions_of[name] for name, layer in layers.items() if is_causal(layer))}
+    structured = [x for x in attentions.values() if isinstance(x, StructuredAttention)]
+    name = type(model).__name__
+    notices = [
+        f"{name} is causal: {type(x.sparsity_config).__name__} has blocks above the diagonal, which are left out, and "
+        "inside blocks no token sees one after it."
+        for x in structured
+        if x.layout.triu(1).any()
+    ]
+    if all(isinstance(x, LocalAttention) for x in attentions.values()) and attentions:
+        notices.append(f"All attention layers of {name} have a sliding window of their own; none uses the structure.")
+    say_notices(notices)
 
 
 def give_own_configs(model: nn.Module) -> None:

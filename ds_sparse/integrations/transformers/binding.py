@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,9 +31,7 @@ from ...sparsity import SparsityConfig
 from ...sparsity.declarations import declared_value
 from ...sparsity.draws import Draws, draws, why_unrepeatable
 from ...wording import show
-from ..pretrained import NAME
-from .distances import give_distances
-from .trial import Window
+from ..transformers_family import NAME
 
 MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"
 CONFIG_KEYS = (BLOCK_KEY, MAX_SEQ_LENGTH_KEY)
@@ -43,6 +43,26 @@ FIRST_LENGTH = 2048
 
 Attention = StructuredAttention | LocalAttention | Callable[..., torch.Tensor]
 """What computes in a layer: blocks, the window of a local layer, or `dense_attention`."""
+
+
+class Refused(ValueError):
+    """The attention or the mask function was called for what it does not compute."""
+
+
+class OtherKeys(Refused):
+    """It was called for the keys of another sequence than that of the queries."""
+
+
+class Window(NamedTuple):
+    """The window of a layer, as a trial has seen it.
+
+    Attributes:
+        asked: the `sliding_window` that the layer asks the attention for.
+        local: what computes it; None where the layer's mask hides nothing by distance.
+    """
+
+    asked: int | None = None
+    local: LocalAttention | None = None
 
 
 @dataclass
@@ -156,6 +176,24 @@ def _attention_on(structure: SparsityConfig, block: dict[str, Any] | None, lengt
     return attention
 
 
+_by_call: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules that do not say so themselves, and were seen to ask for causal attention."""
+
+
+def is_causal(layer: nn.Module) -> bool:
+    """Whether a layer's tokens see none after them, as its model says."""
+    if layer in _by_call:
+        return True
+    config: Any = getattr(layer, "config", None)
+    return bool(getattr(layer, "is_causal", False)) and getattr(config, "is_causal", True)
+
+
+def note_causal(layer: nn.Module) -> None:
+    """Notes a layer that asks for causal attention when it is called, as those of CLIP's text model do."""
+    if not is_causal(layer):
+        _by_call.add(layer)
+
+
 _windows: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDictionary()
 """Those of layers that a trial has seen. What a layer and its config say of a window need not be what it asks for."""
 
@@ -252,3 +290,55 @@ def which(module: nn.Module) -> str:
 def named(layers: Mapping[str, nn.Module]) -> str:
     layer, module = next(iter(layers.items()))
     return f"layer {layer} ({type(module).__name__})"
+
+
+_MAKER = "compute_bias"
+"""The method of a layer of Transformers that makes the matrix."""
+
+_TAKES = ["self", "query_length", "key_length", "device", "past_seen_tokens"]
+
+
+def makes_positions(layer: nn.Module) -> bool:
+    """Whether a layer makes a matrix of relative positions, in the way of T5."""
+    make: Any = getattr(type(layer), _MAKER, None)
+    return callable(make) and list(inspect.signature(make).parameters) == _TAKES
+
+
+def give_distances(layers: Iterable[nn.Module]) -> None:
+    """Has attention layers that become sparse make biases by distance, while their config has our name."""
+    for layer in layers:
+        if makes_positions(layer) and _MAKER not in vars(layer):
+            vars(layer)[_MAKER] = functools.partial(_make, layer)
+
+
+def take_distances(layers: Iterable[nn.Module]) -> None:
+    """Undoes `give_distances`."""
+    for layer in layers:
+        made = vars(layer).get(_MAKER)
+        if isinstance(made, functools.partial) and made.func is _make:
+            del vars(layer)[_MAKER]
+
+
+def of_distances(position_bias: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+    """The bias by distance, (H, 2T - 1), that a layer was given as its positions, (1, H, 1, 2T - 1); None where it was
+    given something else: a matrix has T rows."""
+    if position_bias is None or position_bias.shape[-2:] != (1, 2 * tokens - 1) or len(position_bias) != 1:
+        return None
+    return position_bias[0, :, 0]
+
+
+def _make(
+    layer: Any,
+    query_length: int,
+    key_length: int,
+    device: torch.device | None = None,
+    past_seen_tokens: Any = 0,
+) -> torch.Tensor:
+    """`compute_bias`: (1, H, 1, 2T - 1) of T tokens, from the distance -(T - 1) to T - 1; what it was made for by its
+    class where the layer is no longer sparse, or the keys are not those of the queries."""
+    make = functools.partial(getattr(type(layer), _MAKER), layer)
+    ours = layer.config._attn_implementation == NAME and query_length == key_length
+    if not ours or not isinstance(past_seen_tokens, int) or past_seen_tokens != 0:
+        return make(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+    # One query, in the middle of twice as many keys, has all distances.
+    return make(1, 2 * key_length - 1, device=device, past_seen_tokens=key_length - 1)

@@ -1,13 +1,14 @@
-"""A checkpoint of Transformers as a folder: read from one, or from the hub's cache, and written to a new one."""
+"""Checkpoints of Transformers as folders, and what is made of them: `adapt`, one for longer sequences; `convert`, of a
+Longformer, BigBird or LED one of RoBERTa, BERT or BART."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,140 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from ...models.position_table import base_model, kind_without_table, position_table, why_no_table
+from ...models.report import SparsifyReport
+from ...models.sparse_attention_utils import SparseAttentionUtils
+from ...models.sparsify import sparsify
 from ...ranks import say
+from ...sparsity import SparsityConfig
 from ...wording import reason
+from .converters import CONVERTERS
 
 _MODULES = "modules.json"
 """Of sentence-transformers: what comes after the model, such as its pooling, each with the folder of its settings."""
+
+
+def adapt(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    max_position: int,
+    sparsity_config: SparsityConfig | Mapping[str, Any],
+) -> SparsifyReport:
+    """Writes a checkpoint for longer sequences, made of a dense one: what `ds_sparse adapt` does.
+
+    The table of positions is extended by repetition, as `SparseAttentionUtils.extend_position_embedding` does; a model
+    with rotary or relative positions has none, and its weights stay as they are. The structure is written to
+    `config.sparse_attention`, the length to the tokenizer and, where there are such, to the files of
+    sentence-transformers. Load the result with `attn_implementation="ds_sparse"`, to use it or to train on. With a
+    dense layout, sequences that the original takes give what they gave.
+
+    Args:
+        model: the folder of a checkpoint of Transformers, or its name in the hub's cache; nothing is downloaded.
+        out: the new checkpoint's folder, which is new or empty.
+        max_position: tokens that there shall be room for.
+        sparsity_config: the structure, or a dict with the keys of the JSON block.
+
+    Returns:
+        What became sparse; `str()` is a table.
+
+    Raises:
+        ValueError: no such model, one without a tokenizer or that cannot be sparse, fewer tokens than there are, an
+            `out` that holds something. Then nothing has been written.
+        SparseAttentionConfigError: the dict is wrong (a ValueError).
+        TypeError: neither a structure nor a dict.
+
+    Examples:
+        >>> import ds_sparse
+        >>> block = {"mode": "bslongformer", "block": 64}
+        >>> report = ds_sparse.adapt(
+        ...     "all-MiniLM-L6-v2", "minilm-4096", max_position=4096, sparsity_config=block
+        ... )  # doctest: +SKIP
+    """
+    with new_folder(out) as folder:
+        checkpoint = load(folder_of(model))
+        report = sparsify(checkpoint.model, sparsity_config, max_seq_length=max_position)
+        make_room(checkpoint.model, max_position)
+        SparseAttentionUtils.update_tokenizer_model_max_length(checkpoint.tokenizer, max_position)
+        checkpoint.save(folder, max_position)
+    return report
+
+
+def convert(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    sparsity_config: SparsityConfig | Mapping[str, Any] | None = None,
+) -> SparsifyReport:
+    """Writes a checkpoint of RoBERTa, BERT or BART, made of one of Longformer, BigBird or LED, as the command does.
+
+    Weights, head and tokenizer are the same; the structure is by default the one nearest to the model's own, at its
+    longest sequence. A Longformer's window is rounded up to whole blocks, and the projections of its global tokens are
+    left out; so it is in LED's encoder, while its decoder stays dense. A BigBird gets the random blocks that it trains
+    with, layer by layer, or a dense layout where its attention_type is "original_full". Load the result with
+    `attn_implementation="ds_sparse"`.
+
+    Args:
+        model: the folder of a checkpoint of Transformers, or its name in the hub's cache; nothing is downloaded.
+        out: the new checkpoint's folder, which is new or empty.
+        sparsity_config: another structure, or a dict with the keys of the JSON block.
+
+    Returns:
+        What became sparse; `str()` is a table.
+
+    Raises:
+        ValueError: no such model, one of another family, with a head that the new family does not have, a BigBird with
+            blocks of a size that structures do not have and no `sparsity_config`, one without a tokenizer, an `out`
+            that holds something. Then nothing has been written.
+        SparseAttentionConfigError: the dict is wrong (a ValueError).
+        TypeError: neither a structure nor a dict.
+
+    Examples:
+        >>> import ds_sparse
+        >>> report = ds_sparse.convert("allenai/longformer-base-4096", "roberta-4096")  # doctest: +SKIP
+    """
+    with new_folder(out) as folder:
+        checkpoint = load(folder_of(model))
+        converter = CONVERTERS.get(checkpoint.model.config.model_type)
+        if converter is None:
+            raise ValueError(
+                f"{type(checkpoint.model).__name__} is neither a Longformer nor a BigBird nor an LED; sparsify and "
+                "ds_sparse adapt take other encoders as they are."
+            )
+        structure = converter.structure(checkpoint.model) if sparsity_config is None else sparsity_config
+        converted = converter.convert(checkpoint.model)
+        report = sparsify(converted, structure, max_seq_length=converter.longest(checkpoint.model))
+        replace(checkpoint, model=converted).save(folder)
+    return report
+
+
+def make_room(model: PreTrainedModel, max_position: int) -> None:
+    """Extends the positions of a model, in whatever way it has them, and says how.
+
+    Raises:
+        ValueError: fewer tokens than there are; a model whose positions are not known.
+    """
+    if position_table(base_model(model)) is not None:
+        SparseAttentionUtils.extend_position_embedding(model, max_position)
+        return
+    known = kind_without_table(model)
+    if known is None:
+        raise ValueError(why_no_table(model, max_position))
+    config: Any = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_position < positions:
+        raise ValueError(f"max_position is {max_position}, and there are {positions} positions; ask for more.")
+    if positions is not None and not _scales_by_length(config):
+        config.max_position_embeddings = max_position
+    trained = "" if positions is None else f"; it was made for {positions} tokens"
+    say(f"{type(model).__name__} has {known[0]} positions and no table, so its weights stay as they are{trained}.")
+
+
+def _scales_by_length(config: Any) -> bool:
+    """Whether rotary angles depend on `max_position_embeddings`, as all but the plain ones may."""
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = given.values() if all(isinstance(entry, dict) for entry in given.values()) else [given]
+    return any(kind.get("rope_type", "default") != "default" for kind in kinds)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...models.report import SparsifyReport
 from ...models.sparsify import sparsify
-from .distances import makes_positions
+from .binding import makes_positions
 
 _TEXT = {
     "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,

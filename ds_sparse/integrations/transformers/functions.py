@@ -1,6 +1,6 @@
-"""The attention function and the mask function of the name, registered with Transformers.
+"""The attention function of the name, registered with Transformers: sparse self-attention of any layer.
 
-With the first alone Transformers would drop the padding mask.
+Also of layers of which each rank has some heads: those of torch's `parallelize_module` and of DeepSpeed's AutoTP.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch import distributed, nn
+from transformers import AttentionInterface
 
 from ...layout import is_distributed
 from ...modules.bert import VARIANTS
+from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
-from ...modules.structured_attention import of_keys_or_pairs
+from ...modules.structured_attention import StructuredAttention, of_keys_or_pairs
 from ...ops.packed_operands import one_as_rows, rows_as_one
-from ..pretrained import NAME
-from . import causal
-from .binding import attached_to, which
-from .distances import of_distances
-from .mask_windows import is_seen_to_hide_nothing, window_of_mask
+from ..transformers_family import NAME
+from .binding import OtherKeys, Refused, Window, attached_to, of_distances, which
+from .binding import is_causal as is_causal_layer
+from .masks import MASK_DTYPE, Masks, is_seen_to_hide_nothing, refuse_other_masks
 from .packing import PackedDocuments
 from .sequence import Alone, Part, attend_part, is_in_parts
-from .tensor_parallel import attention_of, on_local_heads
-from .trial import Masks, OtherKeys, Refused, Window
+
+OWN_WAY = (
+    'leave that out, and use ds_sparse.sequence_parallel(model, group), or "sequence_parallel_size" in the DeepSpeed '
+    "JSON."
+)
 
 
 def attention(
@@ -55,7 +58,7 @@ def attention(
         scaling: factor of the scores, 1 / sqrt(D) by default.
         dropout: probability with which attention probabilities are dropped.
         position_bias: T5's relative positions, added after scaling, with gradient: by distance, (1, H, 1, 2T - 1), as
-            `distances` has its layers make them; or of pairs of tokens, (1 or B, H, T, T).
+            `binding` has its layers make them; or of pairs of tokens, (1 or B, H, T, T).
         sliding_window: what the layer asked for when it was tried.
         s_aux: of a causal layer, its sinks, a logit a head.
         ds_sparse_documents: where documents begin that are packed in the rows, as the model's forward has read it.
@@ -78,7 +81,7 @@ def attention(
             return own(module, query, key, value, attention_mask, scaling, sliding_window=sliding_window, **more)[0]
 
         return on_local_heads(module, attend, query, key, value), None
-    is_causal = causal.is_causal(module) if is_causal is None else is_causal
+    is_causal = is_causal_layer(module) if is_causal is None else is_causal
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if is_causal else {"s_aux": s_aux})})
     tried, attached = Masks.of(module.config), attached_to(module)
     if tried is None:
@@ -94,7 +97,7 @@ def attention(
         _refuse_beside_a_window(module, attached.window.local, None, None, dropout)
         return _attend_packed(module, query, key, value, scaling, dropout, s_aux, is_causal, ds_sparse_documents), None
     if is_causal:
-        causal.refuse_other_masks(module, attention_mask)
+        refuse_other_masks(module, attention_mask)
     else:
         _refuse_what_is_no_encoder(module, query, key, attention_mask)
     window = attached.window
@@ -102,7 +105,7 @@ def attention(
         window = tried.window(attached.name, which(module), attention_mask, sliding_window, is_causal)
     _refuse_beside_a_window(module, window.local, attention_mask, position_bias, dropout)
     if is_causal:
-        output = causal.attend(module, query, key, value, attention_mask, scaling, dropout, s_aux)
+        output = _attend_causal(module, query, key, value, attention_mask, scaling, dropout, s_aux)
     else:
         output = _attend(module, query, key, value, attention_mask, scaling, dropout, position_bias)
     return output.transpose(1, 2).contiguous(), None
@@ -137,6 +140,31 @@ def _attend(
     if distance_bias is not None:
         added["distance_bias"] = distance_bias
     return attention_of(module, query)(query, key, value, scale=scale, dropout_p=dropout_p, **added)
+
+
+def _attend_causal(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of a causal layer, (B, H, T, D). The queries are the last of the keys: those before are cached."""
+    keys = key.shape[2] if mask is None else mask.shape[1]
+    offset = keys - query.shape[2]
+    if offset < 0 or keys > key.shape[2]:
+        raise Refused(
+            f"{which(module)} has {query.shape[2]} queries, {key.shape[2]} keys and a mask of {keys}; {NAME} wants the "
+            "keys of all queries, and a mask of all keys."
+        )
+    padding = None if mask is None or is_seen_to_hide_nothing(mask) else mask.bool()
+    return attention_of(module, query)(
+        query, key[:, :, :keys], value[:, :, :keys], scale=scale, dropout_p=dropout_p, key_padding_mask=padding,
+        sinks=sinks, causal=True, query_offset=offset or None,
+    )  # fmt: skip
 
 
 @torch.compiler.disable(
@@ -243,7 +271,7 @@ def _refuse_what_is_no_encoder(
             f"{which(module)} has {key.shape[2]} tokens and is given a mask of {attention_mask.shape[-1]}; give "
             "attention_mask as many tokens as input_ids."
         )
-    is_causal_mask = attention_mask is not None and attention_mask.dtype == causal.MASK_DTYPE
+    is_causal_mask = attention_mask is not None and attention_mask.dtype == MASK_DTYPE
     if attention_mask is not None and (is_causal_mask or (attention_mask.is_meta and not query.is_meta)):
         raise Refused(
             f"{which(module)} is bidirectional and given a mask that is causal, packed, with an overlay or for "
@@ -251,46 +279,75 @@ def _refuse_what_is_no_encoder(
         )
 
 
-def key_padding_mask(
-    *,
-    batch_size: int,
-    kv_length: int,
-    mask_function: Callable,
-    q_length: int | None = None,
-    cache_position: Any = None,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool | None = None,
-    allow_is_bidirectional_skip: bool | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    config: Any = None,
-    device: torch.device | None = None,
-    **_: Any,
-) -> torch.Tensor | None:
-    """The mask function: the padding mask (B, T), True keeps, as it is, so that nothing of size T x T exists; of causal
-    self-attention `causal.padding_mask`.
+def attention_of(layer: nn.Module, query: torch.Tensor) -> Any:
+    """What computes in a layer; of a structure the part for the heads of this rank, where the query has fewer.
 
-    That is for all masks that self-attention has, also inside a window, which a local layer knows itself (a trial has
-    made sure). For another mask, a tensor without data (device "meta"): some models make masks that none of their
-    layers takes, and `attention` refuses it.
+    Raises:
+        ValueError: fewer heads than the model has, in a layer that is not dealt to ranks, or not evenly.
     """
-    if q_length is None:  # the first 5.x releases give the positions
-        q_length, q_offset = len(cache_position), cache_position[0]
-    window = None
-    if attention_mask is None or attention_mask.dim() == 2:
-        window = causal.window_of_causal_mask(mask_function, local_size, allow_is_causal_skip, kv_offset)
-        if window is not None:
-            attention_mask = causal.padding_mask(batch_size, q_length, kv_offset, q_offset, attention_mask, device)
-        elif q_length == kv_length:
-            skips = allow_is_causal_skip, allow_is_bidirectional_skip
-            window = window_of_mask(mask_function, local_size, *skips, use_vmap)
-    if window is None:
-        return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    tried = Masks.of(config)
-    return attention_mask if tried is None else tried.note(attention_mask, window, (batch_size, kv_length))
+    attention: Any = attached_to(layer).attention
+    if not isinstance(attention, StructuredAttention | LocalAttention) and attention is not dense_attention:
+        return attention  # of a trial
+    config: Any = layer.config
+    of_all, heads = config.num_attention_heads, query.shape[1]
+    if heads == of_all:
+        return attention
+    place = _place(layer)
+    if place is None:
+        raise Refused(
+            f"{which(layer)} has {of_all} heads and its attention is called with {heads}, as by what exchanges heads "
+            "around it for parts of a sequence, such as DeepSpeed's UlyssesSPAttentionHF or accelerate's sequence "
+            f"parallelism, without padding and packed documents; {OWN_WAY}"
+        )
+    if not isinstance(attention, StructuredAttention):
+        return attention
+    rank, ranks = place
+    if heads * ranks != of_all:
+        raise ValueError(
+            f"{which(layer)} has {of_all} heads, of which rank {rank} of {ranks} has {heads}; a structure is dealt to "
+            f"ranks that have as many heads each: take a number of ranks that divides {of_all}."
+        )
+    return attention.of_heads(tuple(range(rank * heads, (rank + 1) * heads)))
+
+
+def on_local_heads(
+    layer: nn.Module,
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """`attend`, which returns (B, T, H, D), on this rank's heads of DTensors (B, H, T, D), as a DTensor.
+
+    Raises:
+        Refused: they are not all DTensors, alike, of which ranks have heads or all of it.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    operands: list[Any] = [query, key, value]
+    placements: list[Any] = [x.placements if is_distributed(x) else None for x in operands]
+    alike = placements[0] is not None and placements.count(placements[0]) == len(operands)
+    if not alike or not set(placements[0]) <= {Replicate(), Shard(1)}:
+        raise Refused(
+            f"{which(layer)} is given DTensors that are dealt in another way than by heads (query, key and value are "
+            f"{', '.join(str(x) for x in placements)}); shard the projections of query, key and value by columns."
+        )
+    output = attend(*(x.to_local() for x in operands))
+    by_heads = [Shard(2) if x == Shard(1) else x for x in placements[0]]
+    return DTensor.from_local(output, operands[0].device_mesh, by_heads, run_check=False)
+
+
+def _place(layer: nn.Module) -> tuple[int, int] | None:
+    """Which of how many ranks this is, that share the layer's heads; None where none do."""
+    parameter: Any
+    for parameter in layer.parameters():
+        if is_distributed(parameter):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            dims = [dim for dim, placement in enumerate(placements) if placement.is_shard(0)]
+            return (mesh.get_local_rank(dims[0]), mesh.size(dims[0])) if len(dims) == 1 else None
+    groups = (getattr(module, "mp_group", None) for module in layer.modules())  # DeepSpeed's name
+    group = next((group for group in groups if group is not None), None)
+    return None if group is None else (distributed.get_rank(group), distributed.get_world_size(group))
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, key_padding_mask)

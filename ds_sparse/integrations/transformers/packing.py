@@ -1,33 +1,40 @@
-"""Documents packed in rows, as Transformers packs them: read once a forward, and told to every attention layer."""
+"""Documents packed in rows, as Transformers packs them: read once a forward from what a model is given, and told to
+every attention layer."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..pretrained import NAME, pretrained_model_around
-from .mask_windows import hides_nothing
-from .row_documents import (
-    FOR_FLASH_ATTENTION,
-    documents_of,
-    has_cache,
-    has_cumulative,
-    ids_of,
-    positions_of,
-    rows_and_tokens,
-)
-from .sequence import TOLD as IN_PARTS
-from .sequence import Part
+from ...index.packed import Documents
+from ...models.position_table import base_model, position_table, reserved_rows
+from ...notices import say_notices
+from ..transformers_family import NAME, pretrained_model_around
+from .masks import hides_nothing
 
-TOLD = "ds_sparse_documents"
+DOCUMENTS_KEYWORD = "ds_sparse_documents"
 """The keyword under which a model hands `PackedDocuments` to its attention layers, as it hands on all that it does not
 know. Not a tensor of Transformers' name: what moves arguments between devices would copy it for each layer, and each
 copy would get an index of its own."""
+
+PART_KEYWORD = "ds_sparse_sequence"
+"""The keyword under which a sequence-parallel model hands its part of the sequence to its layers."""
+
+CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
+FOR_FLASH_ATTENTION = (*CUMULATIVE, "max_length_q", "max_length_k")
+"""What Transformers' collators say of documents. The longest is known from the others."""
+
+_CACHES = ("cache", "past_key_values", "past_key_value")
+"""The names of a cache in the releases of Transformers."""
+
+
+class DocumentsRead:
+    """What a model hands on that has read the documents of the batch itself."""
 
 
 class PackedDocuments:
@@ -56,7 +63,7 @@ def watch(model: nn.Module) -> list[RemovableHandle]:
 def _tell(model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook: replaces what says where documents begin by what the attention layers take."""
     config: Any = model.config
-    if config._attn_implementation != NAME or isinstance(named.get(IN_PARTS), Part):  # of which they have been read
+    if config._attn_implementation != NAME or isinstance(named.get(PART_KEYWORD), DocumentsRead):
         return None
     parameters = inspect.signature(model.forward).parameters
     given = {**dict(zip(parameters, arguments, strict=False)), **named}
@@ -101,7 +108,7 @@ def _told(
         return None
     changes = _no_mask(parameters, given)
     if cu_seqlens is not None:
-        changes[TOLD] = PackedDocuments(cu_seqlens)
+        changes[DOCUMENTS_KEYWORD] = PackedDocuments(cu_seqlens)
         if given.get("position_ids") is None:
             changes["position_ids"] = positions_of(model, given, cu_seqlens)
         if "use_cache" in parameters:
@@ -127,7 +134,7 @@ def _no_mask(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, An
 
 def _check_all_were_told(model: nn.Module, arguments: tuple, named: dict[str, Any], output: Any) -> None:
     """Forward hook: no layer has let documents see each other, as the model did not hand on what it was told."""
-    documents: PackedDocuments | None = named.get(TOLD)
+    documents: PackedDocuments | None = named.get(DOCUMENTS_KEYWORD)
     if documents is None:
         return
     owners = pretrained_model_around(model)
@@ -142,3 +149,149 @@ def _check_all_were_told(model: nn.Module, arguments: tuple, named: dict[str, An
             f"{len(untold)} of its attention layers ({type(untold[0]).__name__}) did not hear of them, so tokens of "
             "one may have seen the others. Give each document a row, with an attention_mask for the padding."
         )
+
+
+def has_cumulative(given: Mapping[str, Any]) -> bool:
+    """Whether a model is told where documents begin, beside their positions."""
+    return any(given.get(name) is not None for name in CUMULATIVE)
+
+
+def documents_of(model: nn.Module, given: Mapping[str, Any]) -> torch.Tensor | None:
+    """Where the documents of a batch begin, as `cu_seqlens` on the CPU over the tokens of all rows, one row after the
+    other; None where each row is one. Waits for the device.
+
+    Args:
+        model: what is given the batch.
+        given: the arguments of its forward, by name.
+
+    Raises:
+        ValueError: packed documents beside a mask or a cache, or for a model that does not hand on where they begin;
+            `cu_seq_lens_q` that does not fit.
+    """
+    if has_cumulative(given):
+        _refuse_models_that_cannot(model)
+        cu_seqlens = _read_cumulative(model, [given[x] for x in CUMULATIVE if given.get(x) is not None], given)
+    else:
+        cu_seqlens = _read_positions(model, given)
+        if cu_seqlens is not None:
+            _refuse_models_that_cannot(model)
+    if cu_seqlens is not None:
+        _refuse_beside_documents(model, given)
+    return cu_seqlens
+
+
+def positions_of(model: nn.Module, given: Mapping[str, Any], cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The position of each token from its document's start, (rows, tokens)."""
+    table = position_table(base_model(model))
+    first = 0 if table is None else reserved_rows(table)
+    starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long())
+    positions = torch.arange(first, first + len(starts)) - starts
+    return positions.view(rows_and_tokens(given)).to(ids_of(given).device)
+
+
+def _read_cumulative(model: nn.Module, cumulative: list[Any], given: Mapping[str, Any]) -> torch.Tensor | None:
+    """Where documents begin, of `cu_seq_lens_q` and `cu_seq_lens_k`."""
+    rows, tokens = rows_and_tokens(given)
+    q, k = torch.as_tensor(cumulative[0]), torch.as_tensor(cumulative[-1])
+    alike = len(cumulative) == 2 and q.shape == k.shape
+    if alike and q is not k:
+        both = torch.stack([q, k.to(q)]).cpu()
+        q, alike = both[0], torch.equal(both[0], both[1])
+    if not alike:
+        raise ValueError(
+            f"{type(model).__name__} is given cu_seq_lens_q without cu_seq_lens_k, or the other way round, or with "
+            "other numbers; in self-attention they are the same, so give both alike, as DataCollatorWithFlattening("
+            "return_flash_attn_kwargs=True) does."
+        )
+    cu_seqlens = q.cpu().clone()  # what is given may be written anew before a checkpoint runs again
+    edges = Documents.read(cu_seqlens).check_fills(rows * tokens).edges
+    return None if list(edges) == list(range(0, rows * tokens + 1, tokens)) else cu_seqlens
+
+
+def _read_positions(model: nn.Module, given: Mapping[str, Any]) -> torch.Tensor | None:
+    """Where documents begin by `position_ids`, as Transformers sees it where there is no mask: at each position that is
+    not one more than that before it."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is None:
+        return None
+    if mask is not None:
+        _say_that_a_mask_makes_one_row(model, positions, mask, given)
+        return None
+    positions = positions.reshape(-1, positions.shape[-1])
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions.diff(dim=-1) != 1
+    begins = begins.cpu()
+    if not bool(begins[:, 1:].any()):
+        return None
+    begins = begins.expand(rows_and_tokens(given)[0], -1).flatten()
+    return torch.cat([begins.nonzero().flatten(), torch.tensor([len(begins)])])
+
+
+def _say_that_a_mask_makes_one_row(
+    model: nn.Module, positions: torch.Tensor, mask: Any, given: Mapping[str, Any]
+) -> None:
+    """Prints it once, where positions start again between tokens that are no padding. A mask makes one sequence of a
+    row in Transformers, too."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[-1] != positions.shape[-1]:
+        return
+    if has_cache(given) or (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    kept = mask.to(positions.device).bool()
+    if bool(((positions.diff(dim=-1) <= 0) & kept[:, 1:] & kept[:, :-1]).any()):
+        say_notices(
+            [
+                f"{type(model).__name__} is given position_ids that start again and an attention_mask: with a mask a "
+                "row is one sequence, as Transformers has it, so documents packed in it see each other. Leave the mask "
+                "out to keep them apart."
+            ]
+        )
+
+
+def _refuse_models_that_cannot(model: nn.Module) -> None:
+    parameters, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
+    convolutions = [x for x in model.modules() if isinstance(x, nn.Conv1d) and x.kernel_size != (1,)]
+    whys = {
+        "hands nothing on to its attention layers": all(x.kind is not x.VAR_KEYWORD for x in parameters.values()),
+        "takes no position_ids": "position_ids" not in parameters,
+        "puts the embeddings of neighbouring tokens together": getattr(config, "trigram_input", False),
+        "has convolutions over tokens": bool(convolutions),
+    }
+    why = next((why for why, is_so in whys.items() if is_so), None)
+    if why is not None:
+        raise ValueError(
+            f"{type(model).__name__} is given packed documents (position_ids that start again, or cu_seq_lens_q), and "
+            f"its forward {why}, so it would not compute each of them alone. Give each document a row, with an "
+            "attention_mask for the padding."
+        )
+
+
+def _refuse_beside_documents(model: nn.Module, given: Mapping[str, Any]) -> None:
+    name = type(model).__name__
+    if given.get("attention_mask") is not None:
+        raise ValueError(
+            f"{name} is given cu_seq_lens_q of packed documents and an attention_mask. Leave the mask out: packed "
+            "documents have no padding, and cu_seq_lens_q says which tokens see each other. Where a model around it "
+            "makes the mask, as one of pictures and texts, train the model of texts alone."
+        )
+    if has_cache(given) or given.get("use_cache"):
+        raise ValueError(
+            f"{name} is given packed documents (position_ids that start again, or cu_seq_lens_q) and a cache, which "
+            "would go on after the last document alone, with the keys of all. Pass use_cache=False; to generate, give "
+            "each prompt a row, with an attention_mask for the padding."
+        )
+
+
+def has_cache(given: Mapping[str, Any]) -> bool:
+    """Whether a model is given cached keys."""
+    return any(given.get(name) is not None for name in _CACHES)
+
+
+def ids_of(given: Mapping[str, Any]) -> torch.Tensor:
+    """(rows, tokens) or (rows, tokens, width): what tells how many tokens there are."""
+    known: Sequence[Any] = [given.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states", "position_ids")]
+    return next(x for x in known if x is not None)
+
+
+def rows_and_tokens(given: Mapping[str, Any]) -> tuple[int, int]:
+    rows, tokens = ids_of(given).shape[:2]
+    return rows, tokens

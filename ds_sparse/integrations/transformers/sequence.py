@@ -18,14 +18,10 @@ from ...sequence.attention import computes_own_tokens
 from ...sequence.deal import check_ranks
 from ...sequence.exchange import RanksOfSequence
 from ...sequence.halo_plan import part_lengths
-from ..pretrained import NAME, is_switched, layers_by_model, pretrained_model_around
-from .binding import attached_to, which
-from .mask_windows import hides_nothing
-from .row_documents import CUMULATIVE, FOR_FLASH_ATTENTION, documents_of, positions_of
-from .trial import Refused
-
-TOLD = "ds_sparse_sequence"
-"""The keyword under which a model hands the `Part` to its attention layers."""
+from ..transformers_family import NAME, is_switched, layers_by_model, pretrained_model_around
+from .binding import Refused, attached_to, which
+from .masks import hides_nothing
+from .packing import CUMULATIVE, FOR_FLASH_ATTENTION, PART_KEYWORD, DocumentsRead, documents_of, positions_of
 
 MODEL_TYPES = (
     "albert", "bert", "camembert", "distilbert", "electra", "eurobert", "gpt_neox", "llama", "mistral", "modernbert",
@@ -72,7 +68,7 @@ class Alone(NamedTuple):
         return mean if self.items is None else (_sum_of_losses(mean, labelled) / self.items).to(mean.dtype)
 
 
-class Part:
+class Part(DocumentsRead):
     """The tokens of one forward that this rank has.
 
     Attributes:
@@ -252,7 +248,7 @@ class SequenceParallel:
         _refuse_what_has_no_parts(model, given)
         evaluates_alone = EVALUATES_ALONE in vars(model) and not model.training
         if evaluates_alone or not self._is_same_on_all(given, model.training):
-            return (), {**given, TOLD: Alone(items)}
+            return (), {**given, PART_KEYWORD: Alone(items)}
         ids = given["input_ids"]
         tokens = ids.shape[1]
         if tokens < self.ranks.size:
@@ -281,7 +277,7 @@ class SequenceParallel:
             cut["attention_mask"] = hides_nothing(len(ids), lengths[self.ranks.rank], torch.bool, ids.device)
         if "use_cache" in parameters:
             cut["use_cache"] = False
-        return (), {**cut, TOLD: part}
+        return (), {**cut, PART_KEYWORD: part}
 
     def _block(self) -> int:
         """Tokens of which parts are to be multiples, so that ranks have whole blocks of every layer's structure."""
@@ -323,7 +319,7 @@ class SequenceParallel:
     @torch.compiler.disable(reason="losses of several ranks are put together outside of graphs")
     def _whole(self, model: nn.Module, arguments: tuple, named: dict[str, Any], output: Any) -> Any:
         """Forward hook: the loss of the whole batch, and a look at whether all layers have computed a part."""
-        part: Part | Alone = named[TOLD]
+        part: Part | Alone = named[PART_KEYWORD]
         untold = [layer for layer in self._layers if isinstance(part, Part) and layer not in part.told]
         if untold:
             raise ValueError(

@@ -14,10 +14,14 @@ from ...modules.code_names import functions_of, name_attention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
 from ...ops.operands import check_attention_operands
 from ...sparsity import SparsityConfig
+from ..report import NULL, Change, StayDense
 from ..structures import Structures
 
-CROSS_ATTENTION = "cross-attention, whose keys are of another sequence"
-"""Why a layer stays dense."""
+BY_HAND = """write sparse attention, on query, key and value (batch, heads, tokens, head size):
+    structure = ds_sparse.FixedSparsityConfig(num_heads=heads, block=64)
+    self.attention = ds_sparse.SparseSelfAttention(structure, max_seq_length=tokens)  # both in __init__
+    context = self.attention.attend(query, key, value)  # in forward"""
+"""What to write into attention that sparsify does not take."""
 
 
 class Alike(NamedTuple):
@@ -33,14 +37,20 @@ class Alike(NamedTuple):
         return StructuredAttention(self.structure, whole_blocks(tokens, self.structure.block))
 
 
-def by_structure(
-    layers: Mapping[str, nn.Module], kinds: Mapping[str, tuple[Any, ...]], structures: Structures
-) -> tuple[list[Alike], dict[str, nn.Module]]:
-    """Layers that share what computes, and those that are to stay dense.
+def changes_by_structure(
+    layers: Mapping[str, nn.Module],
+    kinds: Mapping[str, tuple[Any, ...]],
+    structures: Structures,
+    change: Callable[[Alike], Change],
+    cross_attention: Mapping[str, nn.Module] | None = None,
+) -> list[Change]:
+    """A change for layers that share what computes in them, and one for those that are to stay dense.
 
     Args:
         layers: of a family.
         kinds: of those that can be sparse, by name.
+        change: makes the change of layers that are alike.
+        cross_attention: layers beside these that stay dense.
     """
     alike: dict[tuple[Any, ...], Alike] = {}
     left: dict[str, nn.Module] = {}
@@ -50,7 +60,8 @@ def by_structure(
             left[name] = layers[name]
         else:
             alike.setdefault((id(structure), kind), Alike({}, structure, kind)).layers[name] = layers[name]
-    return list(alike.values()), left
+    kept = {NULL: left, "cross-attention, whose keys are of another sequence": cross_attention}
+    return [*map(change, alike.values()), *(StayDense(those, why) for why, those in kept.items() if those)]
 
 
 def tokens_of_layout(model: nn.Module, max_seq_length: int | None) -> int:

@@ -12,13 +12,13 @@ from torch import nn
 from ...modules.bert import BertSparseSelfAttention
 from ...modules.structured_attention import whole_blocks
 from ...sparsity import SparsityConfig
-from ..by_hand import BY_HAND
-from ..fake_copy import first_line
-from ..report import NULL, Change, Kind, StayDense, describe
+from ..report import Change, Kind, describe
 from ..structures import Structures
+from ..trial import first_line
 from ._plain import (
+    BY_HAND,
     Alike,
-    by_structure,
+    changes_by_structure,
     named,
     refuse_head_size,
     refuse_methods_past_the_class,
@@ -54,10 +54,8 @@ class BingBert(Family):
             check_in_the_manner(name, layer)
         refuse_methods_past_the_class(layers)
         kinds = {name: _kind(name, layer, structures.wanted) for name, layer in layers.items()}
-        alike, left = by_structure(layers, kinds, structures)
         tokens = tokens_of_layout(model, max_seq_length)
-        changes: list[Change] = [Turn(those.layers, _around(those, tokens)) for those in alike]
-        return changes + ([StayDense(left, NULL)] if left else [])
+        return changes_by_structure(layers, kinds, structures, lambda alike: Turn(alike.layers, _around(alike, tokens)))
 
 
 class Turn:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.functional import multi_head_attention_forward
+from torch.utils._pytree import tree_leaves
 
+from ...modules.code_names import functions_of, names_in
 from ...modules.layers import cross_attention_layers
 from ...modules.multihead_attention import SparseMultiheadAttention, refuse_added_keys
 from ...modules.structured_attention import StructuredAttention
-from ..report import NULL, Change, Kind, StayDense, describe
+from ..report import Change, Kind, describe
 from ..structures import Structures
-from ._past_layers import refuse_computed_past
-from ._plain import CROSS_ATTENTION, by_structure, named, refuse_head_size, refuse_methods_past_the_class
+from ..trial import fake_copy, in_trial, made_up_inputs
+from ._plain import changes_by_structure, named, refuse_head_size, refuse_methods_past_the_class
 from ._registry import Family
+
+_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class MultiheadAttention(Family):
@@ -33,11 +40,16 @@ class MultiheadAttention(Family):
         kinds = {name: (_heads(name, layer),) for name, layer in layers.items()}
         refuse_methods_past_the_class(layers)
         structures.check_repeatable(kinds.values())
-        alike, left = by_structure(layers, kinds, structures)
-        refuse_computed_past(model, {name: layer for name, layer in layers.items() if name not in left})
-        changes: list[Change] = [Turn(model, those.layers, those.attention(model, max_seq_length)) for those in alike]
-        kept = {NULL: left, CROSS_ATTENTION: cross_attention_layers(model)}
-        return changes + [StayDense(those, why) for why, those in kept.items() if those]
+        changes = changes_by_structure(
+            layers,
+            kinds,
+            structures,
+            lambda alike: Turn(model, alike.layers, alike.attention(model, max_seq_length)),
+            cross_attention_layers(model),
+        )
+        sparse = [kind for change in changes for kind in change.kinds if kind.sparse]
+        _refuse_computed_past(model, {name: layer for kind in sparse for name, layer in kind.layers.items()})
+        return changes
 
 
 class Turn:
@@ -85,3 +97,61 @@ def _heads(name: str, layer: nn.Module) -> int:
     refuse_added_keys(what, layer.bias_k is not None or layer.bias_v is not None, layer.add_zero_attn)
     refuse_head_size(name, layer, layer.num_heads, layer.head_dim)
     return layer.num_heads
+
+
+def _refuse_computed_past(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError where a model computes one of these layers from its weights: where the code of a class around
+    it names PyTorch's function for that, or a trial shows it, if the model runs on made-up inputs."""
+    if not layers:
+        return
+    for module in model.modules():
+        kind: Any = type(module)
+        functions = [function for those in functions_of(kind).values() for function in those]
+        if any(multi_head_attention_forward.__name__ in names_in(function) for function in functions):
+            inside = set(module.modules())
+            by = f"{kind.__name__} calls {multi_head_attention_forward.__name__}"
+            _refuse(next((name for name, layer in layers.items() if layer in inside), None), by)
+    _refuse(_computed_past(model, layers), f"a trial of {type(model).__name__} had it computed without a call of it")
+
+
+def _refuse(name: str | None, why: str) -> None:
+    if name is not None:
+        raise ValueError(
+            f"attention layer {name or 'of the model itself'} (MultiheadAttention) would stay dense: {why}, from its "
+            'weights. Call the layer itself, or keep it dense, by null in "layers" of the block.'
+        )
+
+
+def _computed_past(model: nn.Module, layers: Mapping[str, nn.Module]) -> str | None:
+    """The first layer whose weights are in the output of a model although its forward takes them out of it."""
+    for dtype, shape in made_up_inputs(model):
+        try:
+            return in_trial(model, functools.partial(_reached, model, layers, dtype, shape))
+        except Exception:  # noqa: BLE001  code that is not ours, on inputs that it may not expect
+            continue
+    return None
+
+
+@torch.enable_grad()
+def _reached(
+    model: nn.Module, layers: Mapping[str, nn.Module], dtype: torch.dtype, shape: tuple[int, ...]
+) -> str | None:
+    double = fake_copy(model)
+    twins = dict(zip(model.modules(), double.modules(), strict=True))
+    weights = {name: _watched_weights(twins[layer]) for name, layer in layers.items()}
+    of_model = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    output = double(torch.zeros(shape, dtype=dtype if dtype == torch.int64 else of_model))
+    sums = [x.sum() for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+    return next((name for name, those in weights.items() if sums and _reaches(those, sum(sums))), None)
+
+
+def _watched_weights(twin: Any) -> list[nn.Parameter]:
+    """The projections of a layer in a trial, the only ones with gradients, and not in what its forward returns."""
+    twin.forward = lambda query, *_, **__: (torch.zeros_like(query), None)
+    twin._qkv_same_embed_dim = False  # as in SparseMultiheadAttention
+    found = [weight for weight in (getattr(twin, name) for name in _WEIGHTS) if weight is not None]
+    return [weight.requires_grad_() for weight in found]
+
+
+def _reaches(weights: list[nn.Parameter], total: Any) -> bool:
+    return any(grad is not None for grad in torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True))

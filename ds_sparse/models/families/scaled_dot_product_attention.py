@@ -26,11 +26,10 @@ from ...modules.intercepted_attention import (
 )
 from ...modules.structured_attention import StructuredAttention
 from ...ops.operands import check_attention_operands
-from ..fake_copy import TOKENS, fake_copy, made_up_inputs
-from ..in_trial import in_trial
-from ..report import NULL, Change, Kind, StayDense, describe
+from ..report import Change, Kind, describe
 from ..structures import Structures
-from ._plain import CROSS_ATTENTION, by_structure, named, refuse_methods_past_the_class
+from ..trial import TOKENS, fake_copy, in_trial, made_up_inputs
+from ._plain import changes_by_structure, named, refuse_methods_past_the_class
 from ._registry import Family
 from .bing_bert import check_in_the_manner, in_the_manner
 
@@ -59,10 +58,13 @@ class ScaledDotProductAttention(Family):
         kinds = {name: (_heads(name, layers[name], seen),) for name, seen in selves.items()}
         refuse_methods_past_the_class({name: layers[name] for name in selves}, watched_methods)
         structures.check_repeatable(kinds.values())
-        alike, left = by_structure(layers, kinds, structures)
-        changes: list[Change] = [Interceptions(those.layers, those.attention(model, max_seq_length)) for those in alike]
-        kept = {NULL: left, CROSS_ATTENTION: cross_attention}
-        return changes + [StayDense(those, why) for why, those in kept.items() if those]
+        return changes_by_structure(
+            layers,
+            kinds,
+            structures,
+            lambda alike: Interceptions(alike.layers, alike.attention(model, max_seq_length)),
+            cross_attention,
+        )
 
     def left_dense(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
         return {name for name, seen in _try(model, layers).items() if seen.is_cross_attention}

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sparse
-from ds_sparse.integrations.transformers.tensor_parallel import attention_of
+from ds_sparse.integrations.transformers.functions import attention_of
 
 TEXT = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,

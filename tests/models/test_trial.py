@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import ds_sparse
-from ds_sparse.models.in_trial import in_trial
+from ds_sparse.models.trial import in_trial
 
 DENSE = {"mode": "dense", "block": 16}
 TABLES: dict = {}

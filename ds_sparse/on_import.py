@@ -1,5 +1,5 @@
-"""Registers `attn_implementation="ds_sparse"` with Transformers, and its encoders with `sparsify`, when both are
-imported, in either order."""
+"""Acts when a package of others is imported: registers `attn_implementation="ds_sparse"` with Transformers, and its
+models with `sparsify`, when both are imported, in either order."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def after_import(module: str, name: str, action: Callable[[], None]) -> None:
 
 
 def _register() -> None:
-    import_module(f"{__package__}.transformers_family")
+    import_module("ds_sparse.integrations.transformers_family")
     version = getattr(sys.modules.get("transformers"), "__version__", "0")
     if int(version.split(".")[0]) >= 5:  # for older ones the module below has a sentence, where it is asked for
-        import_module(f"{__package__}.transformers")
+        import_module("ds_sparse.integrations.transformers")
 
 
 class _Watch:
