@@ -5,23 +5,14 @@ import copy
 import pytest
 import torch
 import transformers
-from helpers import seeded
+from integrations.families import SIZES, SMALL, TOKENS, make_batch
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
 import ds_sparse
 
 BLOCK = {"mode": "bigbird", "block": 16, "different_layout_per_head": True, "seed": 1}
-CONFIG = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+CONFIG = SIZES | {"num_hidden_layers": 1, "max_position_embeddings": 128}
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +35,8 @@ def loaded_by_name(tmp_path):
 
 
 def batch(tokens: int, device: str = "cpu", padded: bool = True) -> dict[str, torch.Tensor]:
-    ids = torch.randint(99, (2, tokens), generator=seeded(tokens)).to(device)
-    keep = torch.ones_like(ids)
-    keep[1, tokens - tokens // 4 :] = 0
-    return {"input_ids": ids, "labels": ids} | ({"attention_mask": keep} if padded else {})
+    found = make_batch(tokens, device=device, right=tokens // 4)
+    return found if padded else {name: x for name, x in found.items() if name != "attention_mask"}
 
 
 def assert_same_step(compiled, model, eager, **inputs) -> None:
@@ -83,18 +72,8 @@ def test_a_model_loaded_by_name_is_one_graph_before_it_has_run(loaded_by_name):
     torch.testing.assert_close(compiled(**batch(64, padded=False)).logits, expected)
 
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-DECODER = SIZES | {"num_key_value_heads": 2, "sliding_window": 24, "use_cache": False}
+TEXT = SMALL | TOKENS | {"max_position_embeddings": 128}
+DECODER = TEXT | {"num_key_value_heads": 2, "sliding_window": 24, "use_cache": False}
 OF_BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -102,7 +81,7 @@ OF_BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("ModernBertForMaskedLM", SIZES | {"global_attn_every_n_layers": 2, "local_attention": 24}),
+        ("ModernBertForMaskedLM", TEXT | {"global_attn_every_n_layers": 2, "local_attention": 24}),
         ("MistralForCausalLM", DECODER | {"num_hidden_layers": 1}),
         ("Gemma3ForCausalLM", DECODER | OF_BOTH_KINDS | {"head_dim": 16}),
         ("Olmo3ForCausalLM", DECODER | OF_BOTH_KINDS),

@@ -6,6 +6,9 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from integrations import families
+from integrations.families import DECODERS, HEADS, VOCABULARY
+from integrations.families import decoder as make
 from integrations.pairs import pairs
 
 import ds_sparse
@@ -14,43 +17,7 @@ from ds_sparse.integrations.transformers.masks import refuse_other_masks
 from ds_sparse.layout import to_token_mask
 from ds_sparse.notices import _said
 
-HEADS, BLOCK, VOCABULARY = 4, 8, 99
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 64,
-    "max_position_embeddings": 96,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-LOCAL = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": HEADS, "n_positions": 96}
-GPT2 |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-GPT2 |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-EXPERTS = {
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DECODERS = {
-    "gpt_neox": (transformers.GPTNeoXForCausalLM, SIZES),
-    "gpt2": (transformers.GPT2LMHeadModel, GPT2),
-    "llama": (transformers.LlamaForCausalLM, GROUPED),
-    "llama_with_a_window_in_its_config": (transformers.LlamaForCausalLM, GROUPED | {"sliding_window": 11}),
-    "exaone4": (transformers.Exaone4ForCausalLM, GROUPED | LOCAL),
-    "mistral": (transformers.MistralForCausalLM, GROUPED | {"sliding_window": None}),
-    "mistral_local": (transformers.MistralForCausalLM, GROUPED | {"sliding_window": 11}),
-    "qwen3": (transformers.Qwen3ForCausalLM, GROUPED),
-    "gemma3": (transformers.Gemma3ForCausalLM, GROUPED | LOCAL | {"query_pre_attn_scalar": 8}),
-    "gpt_oss": (transformers.GptOssForCausalLM, GROUPED | LOCAL | EXPERTS),
-    "moshi": (transformers.MoshiForCausalLM, SIZES | {"head_dim": 8, "ffn_dim": 64}),
-    "bert_decoder": (transformers.BertLMHeadModel, SIZES | NO_DROPOUT | {"is_decoder": True}),
-}
+BLOCK = 8
 STRUCTURES = {
     "dense": {"mode": "dense"},
     "fixed": {"mode": "fixed", "num_local_blocks": 2, "attention": "unidirectional"},
@@ -58,17 +25,6 @@ STRUCTURES = {
     "bigbird": {"mode": "bigbird", "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3},
     "local": {"mode": "local_sliding_window", "num_sliding_window_blocks": 3},
 }
-
-
-def make(name: str, **changes) -> transformers.PreTrainedModel:
-    """In eval mode, with weights so large that attention decides what is said."""
-    cls, sizes = DECODERS[name]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = cls(cls.config_class(**sizes | changes)).eval()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model if name == "gpt_oss" else model.double()  # whose experts are products in 32 bits
 
 
 def dense_twin(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
@@ -79,12 +35,8 @@ def dense_twin(model: transformers.PreTrainedModel) -> transformers.PreTrainedMo
 
 
 def make_batch(tokens: int = 50, left: int = 7, right: int = 10) -> dict[str, torch.Tensor]:
-    """Two sequences, one padded on the left and one on the right."""
-    generator = torch.Generator().manual_seed(tokens)
-    mask = torch.ones(2, tokens, dtype=torch.long)
-    mask[0, :left], mask[1, tokens - right :] = 0, 0
-    ids = torch.randint(5, VOCABULARY, (2, tokens), generator=generator)
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    batch = families.make_batch(tokens, left, right)
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
 def run(model, batch: dict[str, torch.Tensor], mask: torch.Tensor | None = None):
@@ -94,15 +46,12 @@ def run(model, batch: dict[str, torch.Tensor], mask: torch.Tensor | None = None)
     model.zero_grad()
     logits = model(**given, use_cache=False).logits[keep]
     logits.sin().mean().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), families.gradients(model)
 
 
 def assert_close(ours, truth) -> None:
-    near = {"rtol": 1e-8, "atol": 1e-10} if truth[0].dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
-    torch.testing.assert_close(ours[0], truth[0], **near)
-    assert ours[1].keys() == truth[1].keys()
-    for name, gradient in ours[1].items():
-        torch.testing.assert_close(gradient, truth[1][name], **near, msg=lambda m, n=name: f"{n}: {m}")
+    near = (1e-8, 1e-10) if truth[0].dtype == torch.float64 else (1e-3, 1e-4)
+    families.assert_close(ours, truth, *near)
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -9,16 +9,12 @@ import pytest
 import torch
 import transformers
 from helpers import seeded
+from integrations import families
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_sparse
 
-SIZES = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
-ENCODERS = {
-    "T5": transformers.T5EncoderModel,
-    "UMT5": transformers.UMT5EncoderModel,
-    "MT5": transformers.MT5EncoderModel,
-}
+ENCODERS = {name: getattr(transformers, f"{name}EncoderModel") for name in ("T5", "UMT5", "MT5")}
 DENSE, WINDOW = {"mode": "dense", "block": 16}, {"mode": "bslongformer", "block": 64, "global_block_indices": []}
 TOKENS = 77
 
@@ -28,18 +24,14 @@ def tables(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def make(cls: type[transformers.PreTrainedModel]) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    model = cls(cls.config_class(**SIZES))
+    model = families.make(families.Family(cls, families.T5), num_layers=3)
     for table in tables(model):
         torch.nn.init.normal_(table)
     return model
 
 
-def batch(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 99, (2, tokens), generator=seeded())
-    mask = torch.ones_like(ids)
-    mask[1, tokens - tokens // 4 :] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+def batch() -> dict[str, torch.Tensor]:
+    return families.make_inputs(tokens=TOKENS)
 
 
 def step(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -150,5 +142,5 @@ def test_at_16k_tokens_nothing_of_tokens_by_tokens_is_made(family: str):
     ids = torch.randint(3, 99, (1, tokens), generator=seeded())
     with Largest() as seen:
         model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state.square().sum().backward()
-    assert seen.numbers <= tokens * SIZES["d_ff"] < tokens**2 / 100
+    assert seen.numbers <= tokens * families.T5["d_ff"] < tokens**2 / 100
     assert all(table.grad.abs().sum() > 0 for table in tables(model))

@@ -114,7 +114,7 @@ class _Tried:
         try:
             check_attention_operands(query, key, value)
         except ValueError as error:
-            self.not_taken = error
+            self.not_taken = ValueError(str(error))  # without the frames of the trial, which hold its tensors
         return torch.empty_like(query)
 
 
