@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from ds_sparse.bench.machine import conditions
 from ds_sparse.bench.markdown import Table
-from ds_sparse.bench.runs import Run, show
+from ds_sparse.bench.runs import Run, rows_by_case, show
 
-Result = TypeVar("Result")
+Result = tuple[Any, list[Any]]
+"""A case, and what was measured in it."""
 
 
 @dataclass(frozen=True)
@@ -22,49 +23,54 @@ class Entry:
     """An entry of the registry of `ds_sparse bench`: see `Measurable` there.
 
     Attributes:
-        results: the module that makes rows of results (`record`), results of rows (`restore`), and lines (`report`).
+        case, row: dataclasses, whose fields stand in each row of the JSON.
+        lines: paragraphs of lines, as results come.
         pages: tables of results, by name.
+        more: what the JSON says of a case besides.
     """
 
     add: Callable[[argparse.ArgumentParser], None]
     measure: Callable[[argparse.Namespace, torch.device], int]
-    results: Any
+    case: type
+    row: type
+    lines: Callable[[Iterable[Any]], Iterator[Iterable[str]]]
     pages: Callable[[list[Any]], dict[str, Table]]
+    more: Callable[[Any], dict[str, Any]] = lambda case: {}
 
-    def restore(self, rows: Sequence[dict[str, Any]]) -> list[Any]:
-        return self.results.restore(rows)
+    def record(self, result: Result) -> list[dict[str, Any]]:
+        """The rows with their case, flat, as they go into the JSON."""
+        case, rows = result
+        return [asdict(case) | self.more(case) | asdict(row) for row in rows]
 
-    def report(self, results: Iterable[Any], args: argparse.Namespace) -> Iterator[Iterable[str]]:
-        return self.results.report(results)
+    def restore(self, rows: Sequence[dict[str, Any]]) -> list[Result]:
+        return rows_by_case(self.case, self.row, rows)
 
-    def tables(self, results: list[Any], args: argparse.Namespace) -> dict[str, Table]:
+    def report(self, results: Iterable[Result], args: argparse.Namespace) -> Iterator[Iterable[str]]:
+        return self.lines(results)
+
+    def tables(self, results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
         return {name: table for name, table in self.pages(results).items() if table.rows}
 
+    def run(
+        self, args: argparse.Namespace, device: torch.device, results: Iterable[tuple[Result, bool]], **versions: str
+    ) -> int:
+        """Prints and writes results as they come, each with whether ours failed in it, below what they depend on;
+        returns the exit status."""
+        run = Run(args.operation, args.arguments, conditions(device) | versions)
+        show(*run.heading())
+        failures: list[bool] = []
 
-def begin(args: argparse.Namespace, device: torch.device, **versions: str) -> Run:
-    """Prints what the numbers depend on."""
-    run = Run(args.operation, args.arguments, conditions(device) | versions)
-    show(*run.heading())
-    return run
+        def kept() -> Iterator[Result]:
+            for result, failed in results:
+                run.add(self.record(result), args.json)
+                failures.append(failed)
+                yield result
 
-
-def keep(args: argparse.Namespace, run: Run, results: Any, result: Result) -> Result:
-    """The result, when its rows are written by the module `results`."""
-    run.add(results.record(result), args.json)
-    return result
-
-
-def show_report(results: Any, found: Iterable[Any]) -> None:
-    """Prints results, as they come, by the module `results`."""
-    for lines in results.report(found):
-        show(*lines)
-
-
-def status_of(failed: bool) -> int:
-    """The exit status, and on failure a line about ours."""
-    if failed:
-        print("ds_sparse itself was wrong or failed in a case; its line says how.", file=sys.stderr)
-    return int(failed)
+        for lines in self.lines(kept()):
+            show(*lines)
+        if any(failures):
+            print("ds_sparse itself was wrong or failed in a case; its line says how.", file=sys.stderr)
+        return int(any(failures))
 
 
 def add_labelled_only(parser: argparse.ArgumentParser) -> None:

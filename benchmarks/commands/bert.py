@@ -10,14 +10,11 @@ from functools import partial
 import torch
 
 from benchmarks.models import bert_results, longest_sequence
-from benchmarks.running import Entry, add_labelled_only, begin, keep, probability, show_report, status_of
+from benchmarks.running import Entry, add_labelled_only, probability
 from ds_sparse.arguments import positive
 from ds_sparse.bench import cases
 from ds_sparse.bench.command import BF16_ON_A_GPU, add_shared, listed, one_of
 from ds_sparse.bench.reasons import NOT_TRIED
-from ds_sparse.bench.runs import Run
-
-RESULTS = bert_results
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -76,40 +73,28 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
     except ImportError as error:
         print(f"bench bert measures Transformers' BERT. {error}", file=sys.stderr)
         return 1
+    results = measured(args, device)
     if args.longest:
-        return measure_longest(args, device)
-    failed = False
-
-    def results(run: Run) -> Iterator[bert_results.Result]:
-        nonlocal failed
-        for dtype in args.dtype:
-            ours = [name for name in args.peers if name in cases.STRUCTURES_IN_BERT]
-            wrong = bert.wrong_ones(ours, partial(bert.verify, dtype=dtype, device=device))
-            grid = [case_of(args, dtype, seq_len) for seq_len in lengths_of(args)]
-            for case, rows in bert.results(grid, args.peers, wrong, device, args.repeats, args.seconds):
-                failed |= any(map(is_failure, rows))
-                yield keep(args, run, RESULTS, (case, rows))
-
-    show_report(RESULTS, results(begin(args, device, transformers=bert.transformers.__version__)))
-    return status_of(failed)
+        try:
+            longest_sequence.require_gpu(device)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
+        cases_of_any_length = (case_of(args, dtype, 0, True) for dtype in args.dtype)
+        tried = (bert.longest_tries(case, args.peers, args.longest, device) for case in cases_of_any_length)
+        results = ((result, False) for results in tried for result in results)
+    return OPERATION.run(args, device, results, transformers=bert.transformers.__version__)
 
 
-def measure_longest(args: argparse.Namespace, device: torch.device) -> int:
-    try:
-        longest_sequence.require_gpu(device)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
+def measured(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[bert_results.Result, bool]]:
     from benchmarks.models import bert
 
-    run = begin(args, device, transformers=bert.transformers.__version__)
-    found = (
-        result
-        for dtype in args.dtype
-        for result in bert.longest_tries(case_of(args, dtype, 0, True), args.peers, args.longest, device)
-    )
-    show_report(RESULTS, map(partial(keep, args, run, RESULTS), found))
-    return 0
+    for dtype in args.dtype:
+        ours = [name for name in args.peers if name in cases.STRUCTURES_IN_BERT]
+        wrong = bert.wrong_ones(ours, partial(bert.verify, dtype=dtype, device=device))
+        grid = [case_of(args, dtype, seq_len) for seq_len in lengths_of(args)]
+        for case, rows in bert.results(grid, args.peers, wrong, device, args.repeats, args.seconds):
+            yield (case, rows), any(map(is_failure, rows))
 
 
 def lengths_of(args: argparse.Namespace) -> list[int]:
@@ -128,4 +113,12 @@ def is_failure(row: bert_results.Row) -> bool:
     return ours and bool(row.reason) and not row.reason.startswith(NOT_TRIED)
 
 
-OPERATION = Entry(add, measure, RESULTS, RESULTS.of_bert)
+OPERATION = Entry(
+    add,
+    measure,
+    bert_results.Case,
+    bert_results.Row,
+    bert_results.report,
+    bert_results.of_bert,
+    more=lambda case: {"batch": case.batch},
+)

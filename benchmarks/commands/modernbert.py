@@ -11,13 +11,11 @@ import torch
 
 from benchmarks.models import modernbert_results
 from benchmarks.peers import PACKAGES
-from benchmarks.running import Entry, add_labelled_only, begin, keep, show_report, status_of
+from benchmarks.running import Entry, add_labelled_only
 from ds_sparse.arguments import positive
 from ds_sparse.bench.attention import OURS
 from ds_sparse.bench.command import BF16_ON_A_GPU, add_shared, listed, one_of
 from ds_sparse.bench.machine import versions
-
-RESULTS = modernbert_results
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -56,21 +54,24 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
     except ValueError as error:
         print(f"--seq-len: {error} Give longer rows.", file=sys.stderr)
         return 1
-    run = begin(args, device, **versions(PACKAGES), transformers=bert.transformers.__version__)
-    failed = False
 
-    def results() -> Iterator[modernbert_results.Result]:
-        nonlocal failed
+    def results() -> Iterator[tuple[modernbert_results.Result, bool]]:
         for dtype in args.dtype:
             wrong = bert.wrong_ones(args.peers, partial(modernbert.verify, dtype=dtype, device=device))
             for seq_len in seq_lens:
                 case = modernbert_results.Case(seq_len, dtype, args.device, not args.labelled_only)
                 rows = modernbert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
-                failed |= any(row.reason for row in rows if row.attention.startswith(OURS))
-                yield keep(args, run, RESULTS, (case, rows))
+                yield (case, rows), any(row.reason for row in rows if row.attention.startswith(OURS))
 
-    show_report(RESULTS, results())
-    return status_of(failed)
+    return OPERATION.run(args, device, results(), **versions(PACKAGES), transformers=bert.transformers.__version__)
 
 
-OPERATION = Entry(add, measure, RESULTS, RESULTS.of_modernbert)
+OPERATION = Entry(
+    add,
+    measure,
+    modernbert_results.Case,
+    modernbert_results.Row,
+    modernbert_results.report,
+    modernbert_results.of_modernbert,
+    more=lambda case: {"rows": len(case.lengths)},
+)

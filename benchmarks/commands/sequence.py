@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from itertools import product
 
 import torch
 
 from benchmarks.models import sequence_results
-from benchmarks.running import Entry, begin, keep, show_report, status_of
+from benchmarks.running import Entry
 from ds_sparse.arguments import positive
 from ds_sparse.bench import cases
 from ds_sparse.bench.command import BF16_ON_A_GPU, add_shared, listed, one_of
-from ds_sparse.bench.runs import Run
 from ds_sparse.verify.torch_settings import cpu_threads
-
-RESULTS = sequence_results
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -115,18 +111,17 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         sequence_results.Case(seq_len, args.structure, dtype, args.device, *settings)
         for dtype, seq_len in product(args.dtype, sorted(seq_lens))
     ]
-    failed = False
-
-    def results(run: Run) -> Iterator[sequence_results.Result]:
-        nonlocal failed
-        comparison = sequence.Comparison(grid, ranks, args.parallel, args.repeats, args.seconds, args.longest)
-        for case, row in comparison.results(device):
-            failed |= sequence.is_failure(row)
-            yield keep(args, run, RESULTS, (case, [row]))
-
+    comparison = sequence.Comparison(grid, ranks, args.parallel, args.repeats, args.seconds, args.longest)
+    results = (((case, [row]), sequence.is_failure(row)) for case, row in comparison.results(device))
     with cpu_threads(max(1, torch.get_num_threads() // max(ranks))):
-        show_report(RESULTS, results(begin(args, device, **sequence_model.versions())))
-    return status_of(failed)
+        return OPERATION.run(args, device, results, **sequence_model.versions())
 
 
-OPERATION = Entry(add, measure, RESULTS, RESULTS.of_sequence)
+OPERATION = Entry(
+    add,
+    measure,
+    sequence_results.Case,
+    sequence_results.Row,
+    sequence_results.report,
+    sequence_results.of_sequence,
+)

@@ -6,14 +6,15 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.running import Entry, begin, keep, natural, positive_number, show_report
+from benchmarks.running import Entry, natural, positive_number
 from benchmarks.train import results as train_results
 from benchmarks.train.results import (
     DOCUMENT_TOKENS,
@@ -33,10 +34,7 @@ from benchmarks.train.trainer import Experiment, Folder, Training, load
 from ds_sparse.arguments import positive
 from ds_sparse.bench.command import add_device_and_json, listed
 from ds_sparse.bench.reasons import NOT_TRIED, in_short
-from ds_sparse.bench.runs import Run
 from ds_sparse.bench.step_times import release_memory
-
-RESULTS = train_results
 
 MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
 
@@ -121,18 +119,14 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         except (ImportError, ValueError) as error:
             print(f"bench train: {error}", file=sys.stderr)
             return 1
-        failed = False
         deadline = float("inf") if args.stop_after is None else time.perf_counter() + args.stop_after
 
-        def results(run: Run) -> Iterator[Result]:
-            nonlocal failed
+        def results() -> Iterator[tuple[Result, bool]]:
             for job in jobs_of(arms, dict.fromkeys(args.seeds), budgets):
                 row = row_of(settings, job, experiment, folder, data, device, deadline)
-                failed |= bool(row.reason) and not row.reason.startswith(NOT_TRIED)
-                yield keep(args, run, RESULTS, (case_of(settings, job), row))
+                yield (case_of(settings, job), row), bool(row.reason) and not row.reason.startswith(NOT_TRIED)
 
-        show_report(RESULTS, results(begin(args, device)))
-        return int(failed)
+        return OPERATION.run(args, device, results())
 
 
 def row_of(
@@ -188,4 +182,15 @@ def budgets_of(args: argparse.Namespace) -> list[Budget]:
     return given or [Budget(tokens=QUICK_STEPS * settings_of(args).tokens_per_step)]
 
 
-OPERATION = Entry(add, measure, RESULTS, RESULTS.of_train)
+class Jobs(Entry):
+    """An entry whose results have one row each."""
+
+    def record(self, result: Result) -> list[dict[str, Any]]:
+        case, row = result
+        return super().record((case, [row]))
+
+    def restore(self, rows: Sequence[dict[str, Any]]) -> list[Any]:
+        return [(case, row) for case, of_case in super().restore(rows) for row in of_case]
+
+
+OPERATION = Jobs(add, measure, train_results.Case, Row, train_results.report, train_results.of_train)

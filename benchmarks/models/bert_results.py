@@ -4,16 +4,14 @@ Transformers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 from benchmarks.models import longest_sequence
 from benchmarks.models.longest_sequence import Longest
 from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, FLEX_IN_BERT, FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table, percent, ratio, span
-from ds_sparse.bench.runs import rows_by_case
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """In a step; one sequence where that is longer."""
@@ -288,18 +286,3 @@ def unusual(case: Case) -> Iterator[str]:
         yield "AdamW"
     if case.checkpointed:
         yield "activations checkpointed"
-
-
-def record(result: Result) -> list[dict[str, Any]]:
-    """The rows with their case, flat, as they go into the JSON."""
-    case, rows = result
-    return [asdict(case) | {"batch": case.batch} | asdict(row) for row in rows]
-
-
-def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
-    """The results whose `record` these are, one after the other.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-    return rows_by_case(Case, Row, rows)

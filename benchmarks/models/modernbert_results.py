@@ -3,16 +3,14 @@ Transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from ds_sparse.bench.cases import FLOOR
 from ds_sparse.bench.documents import corpus_lengths
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table, percent
-from ds_sparse.bench.runs import rows_by_case
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """In a step; one row where that is longer."""
@@ -141,18 +139,3 @@ def of_modernbert(results: list[Result]) -> dict[str, Table]:
 def of_packed_step(case: Case) -> str:
     rows = f"{len(case.lengths)} x {case.seq_len:,}, {case.dtype}"
     return f"{rows}{'' if case.predicts_all else ', logits of labelled tokens alone'}"
-
-
-def record(result: Result) -> list[dict[str, Any]]:
-    """The rows with their case, flat, as they go into the JSON."""
-    case, rows = result
-    return [asdict(case) | {"rows": len(case.lengths)} | asdict(row) for row in rows]
-
-
-def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
-    """The results whose `record` these are, one after the other.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-    return rows_by_case(Case, Row, rows)

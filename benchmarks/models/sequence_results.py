@@ -4,14 +4,12 @@ takes no DeepSpeed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from benchmarks.models import longest_sequence
 from benchmarks.models.longest_sequence import Longest, of_any_length
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table, percent
-from ds_sparse.bench.runs import rows_by_case
 
 ALONE, DATA, SEQUENCE = "alone", "data", "sequence"
 """What ranks do: one computes a sequence, each computes one of its own, all share one."""
@@ -237,18 +235,3 @@ def of_sequence(results: list[Result]) -> dict[str, Table]:
         "memory": parts(lambda row: row.memory, lambda gib: f"{gib:.2f}"),
         "longest": Table([*heading, "too long", "ms", "peak GiB a rank"], found, notes=notes),
     }
-
-
-def record(result: Result) -> list[dict[str, Any]]:
-    """The rows with their case, flat, as they go into the JSON."""
-    case, rows = result
-    return [asdict(case) | asdict(row) for row in rows]
-
-
-def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
-    """The results whose `record` these are, one after the other.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-    return rows_by_case(Case, Row, rows)

@@ -6,10 +6,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import Any
 
 from ds_sparse.bench.markdown import Table
-from ds_sparse.bench.runs import rows_by_case
 
 TINY, SMALL, BASE = "tiny", "small", "base"
 
@@ -326,18 +324,3 @@ def trained_arms(case: Case, arms: Sequence[Arm]) -> Table:
     heading = ["arm", "seeds", "held-out loss", "of dense", "minutes", "million tokens", "tokens/s"]
     about = f"{case.experiment}, {case.job.budget} an arm, {settings_of(case)}"
     return Table([*heading, *(name.replace("_", " ") for name in measures)], lines, notes=[about])
-
-
-def record(result: Result) -> list[dict[str, Any]]:
-    """The row with its case, flat, as it goes into the JSON."""
-    case, row = result
-    return [asdict(case) | asdict(row)]
-
-
-def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
-    """The results whose `record` these are.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-    return [(case, row) for case, of_case in rows_by_case(Case, Row, rows) for row in of_case]

@@ -11,13 +11,12 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from benchmarks.commands import bert as commands
+from benchmarks import running
 from benchmarks.models import bert, bert_results, modernbert, modernbert_results
 from benchmarks.models.processes import Failure
 from benchmarks.program import main
 from ds_sparse import block_sparse_attention, window_attention
 from ds_sparse.bench import cases
-from ds_sparse.bench.runs import Run
 from ds_sparse.bench.show import load
 
 CPU = torch.device("cpu")
@@ -310,7 +309,7 @@ def test_the_longest_sequence_is_looked_for_attention_by_attention(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     about = dict.fromkeys(("machine", "torch", "commit", "date"), "")
-    monkeypatch.setattr(commands, "begin", lambda args, *_, **__: Run("bert", args.arguments, about))
+    monkeypatch.setattr(running, "conditions", lambda device: about)
     path = tmp_path / "rows.json"
     arguments = f"bert --device cuda --peers eager,bigbird-64 --longest 60 --labelled-only --json {path}"
     assert main(arguments.split()) == 0

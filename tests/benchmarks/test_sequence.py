@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.commands.sequence import OPERATION
 from benchmarks.models import longest_sequence, sequence, sequence_model, sequence_rank, sequence_results, step_profile
 from benchmarks.models.bert import batch
 from benchmarks.models.longest_sequence import Bracket
@@ -35,7 +36,7 @@ def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     arguments = f"{SAVING} --seq-len 512 --tokens 1100 --repeats 1 --seconds 1 --json {path}"
     assert main(["sequence", *arguments.split()]) == 0
     written = json.loads(path.read_text())
-    rows = [sequence_results.restore([row])[0][1][0] for row in written["rows"]]
+    rows = [OPERATION.restore([row])[0][1][0] for row in written["rows"]]
     assert [(row.ranks, row.parallel) for row in rows] == [(1, ALONE), (2, DATA), (2, SEQUENCE)]
     alone, data, shared = rows
     assert data.loss == pytest.approx(alone.loss, rel=1e-5) and data.loss_alone == alone.loss

@@ -1,5 +1,6 @@
 import pytest
 
+from benchmarks.commands.train import OPERATION
 from benchmarks.program import register
 from benchmarks.train.results import (
     Arm,
@@ -10,9 +11,7 @@ from benchmarks.train.results import (
     arms_by_case,
     dense_for,
     of_train,
-    record,
     report,
-    restore,
     table,
 )
 from ds_sparse.bench.runs import WIDTH
@@ -79,10 +78,10 @@ def test_a_job_that_learned_nothing_but_frequencies_says_so():
 
 
 def test_rows_of_the_json_give_the_results_again():
-    rows = [row for one in RESULTS for row in record(one)]
-    assert restore(rows) == RESULTS
+    rows = [row for one in RESULTS for row in OPERATION.record(one)]
+    assert OPERATION.restore(rows) == RESULTS
     with pytest.raises(ValueError, match="arm of a case"):
-        restore([{name: value for name, value in rows[0].items() if name != "arm"} | {"arm": None}])
+        OPERATION.restore([{name: value for name, value in rows[0].items() if name != "arm"} | {"arm": None}])
 
 
 def test_a_table_for_a_page():
