@@ -14,8 +14,8 @@ from ds_sparse.bench.machine import conditions
 from ds_sparse.bench.markdown import Table
 from ds_sparse.bench.runs import Run, rows_by_case, show
 
-Result = tuple[Any, list[Any]]
-"""A case, and what was measured in it."""
+Result = tuple[Any, Any]
+"""A case, and the rows of what was measured in it."""
 
 
 @dataclass(frozen=True)
