@@ -1,4 +1,4 @@
-"""What operations of models do alike: an entry of the registry, options, printing, writing, and an end."""
+"""Operations of models: an entry of the registry, which prints, writes and reads results, and shared options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ds_sparse bench bert`: a training step of BERT, and the longest sequence that fits."""
+"""`python -m benchmarks bert`: a training step of BERT, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def measured(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[b
 
 
 def lengths_of(args: argparse.Namespace) -> list[int]:
-    """By rising length."""
+    """Lengths to measure, ascending."""
     return sorted(args.seq_len or ([4096, 8192, 16384, 32768] if args.device == "cuda" else [1024]))
 
 
@@ -108,7 +108,7 @@ def case_of(args: argparse.Namespace, dtype: str, seq_len: int, is_try: bool = F
 
 
 def is_failure(row: bert_results.Row) -> bool:
-    """Whether something of ours was wrong or failed."""
+    """True if one of ours was wrong or failed."""
     ours = row.attention in cases.STRUCTURES_IN_BERT
     return ours and bool(row.reason) and not row.reason.startswith(NOT_TRIED)
 

@@ -1,4 +1,4 @@
-"""`ds_sparse bench modernbert`: a training step of ModernBERT on packed documents."""
+"""`python -m benchmarks modernbert`: a training step of ModernBERT on packed documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ds_sparse bench sequence`: a training step of BERT on several ranks."""
+"""`python -m benchmarks sequence`: a training step of BERT on several ranks."""
 
 from __future__ import annotations
 

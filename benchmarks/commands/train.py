@@ -1,4 +1,4 @@
-"""`ds_sparse bench train`: the quality that models reach."""
+"""`python -m benchmarks train`: the quality that models reach."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def row_of(
     device: torch.device,
     deadline: float,
 ) -> Row:
-    """Of a job that is finished, or is now."""
+    """The row of a job, which is trained unless it is finished."""
     with folder.claimed(job) as mine:
         if row := folder.row(job):
             return row

@@ -43,15 +43,15 @@ with optional_imports():
     from transformers import AttentionInterface, BertConfig, BertForMaskedLM
 
 WINDOW = 512
-"""Of Longformer, as its checkpoints have it; no token is global, which is fastest."""
+"""Window of Longformer's checkpoints; no token is global, which is fastest."""
 
 BIGBIRD_BLOCK, BIGBIRD_RANDOM = 64, 3
-"""Of BigBird, as its checkpoints have them."""
+"""Block and random blocks of BigBird's checkpoints."""
 
 VERIFIED_TOKENS, VERIFIED_LAYERS = 1024, 2
 
 LOSS_SCALE = 2**12
-"""What gradients are made with that are verified: without it fp16 has but a few bits for them."""
+"""Scale of the loss for verified gradients, of which fp16 would keep but a few bits without it."""
 
 LEAST_ERROR_ALLOWED = 1e-3
 """Relative; another layout makes a hundred times that. In fp32 the layers above differ by more than a few roundings."""
@@ -88,7 +88,7 @@ def results(
 
 
 def without_layout(names: Sequence[str], seq_len: int) -> dict[str, str]:
-    """Why those that have no layout of a length are not tried."""
+    """Reasons by name for attentions that have no layout of a length."""
     reasons = {}
     for name in names:
         structure = FLEX_IN_BERT.get(name, name)
@@ -266,7 +266,7 @@ OTHER_MODELS: dict[str, Callable[[Case, torch.device], Any]] = {LONGFORMER_MODEL
 
 
 def sizes_of(case: Case) -> dict[str, Any]:
-    """What other models have of BERT's config."""
+    """Sizes of BERT's config that other models share."""
     names = [
         *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"),
         *("hidden_act", "max_position_embeddings", "hidden_dropout_prob", "attention_probs_dropout_prob"),

@@ -28,7 +28,7 @@ MODEL: dict[str, dict[str, int]] = {
     },
     "cuda": {},
 }
-"""What differs from BERT-base, the default of `BertConfig`: on a CPU a small model."""
+"""Differences from BERT-base, the default of `BertConfig`: on a CPU a small model."""
 
 MODELS: dict[str, dict[str, dict[str, int]]] = {
     BASE: MODEL,
@@ -96,7 +96,7 @@ Result = tuple[Case, list[Row]]
 
 
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
-    """What is printed: a table a case, as they come; a line a try, and the longest sequences at the end."""
+    """Lines to print: a table a case, as they come; a line a try, and the longest sequences at the end."""
     tries = []
     for case, rows in results:
         if case.is_try:
@@ -137,7 +137,7 @@ def over(rows: Iterable[Row], name: str, row: Row) -> float | None:
 
 
 def settings_of(case: Case) -> str:
-    """What else than its length makes a case."""
+    """Settings of a case besides its length."""
     return ", ".join(
         [
             *(["BERT-large"] if case.model == LARGE else []),
@@ -264,7 +264,7 @@ def of_step(case: Case, shared: Sequence[str]) -> str:
 
 
 def shared_settings(steps: Sequence[Result]) -> list[str]:
-    """What of all steps is not the default."""
+    """Settings other than the default that all steps share."""
     if not steps:
         return []
     return [setting for setting in unusual(steps[0][0]) if all(setting in unusual(case) for case, _ in steps)]
@@ -275,7 +275,7 @@ def notes_of(shared: Sequence[str]) -> list[str]:
 
 
 def unusual(case: Case) -> Iterator[str]:
-    """What of a step of BERT is not the default."""
+    """Settings of a step other than the default."""
     if case.model == LARGE:
         yield "BERT-large"
     if case.dropout:

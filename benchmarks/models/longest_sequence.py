@@ -27,7 +27,7 @@ SPARED = 0.05
 
 @dataclass
 class Bracket:
-    """What is known of the longest length.
+    """Knowledge of the longest length so far.
 
     Attributes:
         room: GiB of a GPU.
@@ -43,7 +43,7 @@ class Bracket:
 
     @classmethod
     def of(cls, device: torch.device, first: int | None = None) -> Bracket:
-        """Of a GPU, with nothing known."""
+        """A GPU's memory, with nothing known."""
         return cls(torch.cuda.get_device_properties(device).total_memory / GIB, first=first)
 
     def add(self, seq_len: int, peak_gib: float | None) -> None:
@@ -54,7 +54,7 @@ class Bracket:
             self.failed.append(seq_len)
 
     def next_length(self) -> int | None:
-        """What to try next: where a line through the two longest meets the memory, else twice the longest, or the
+        """The length to try next: where a line through the two longest meets the memory, else twice the longest, or the
         middle. None where the longest is known, or nothing fits."""
         failed = min(self.failed, default=None)
         if not self.fitted:
@@ -102,7 +102,7 @@ def tries(bracket: Bracket, attempt: Callable[[int, float], Tried], seconds: flo
 
 
 def is_near(longest: int, failed: int | None) -> bool:
-    """Whether no length between one that fits and one that does not is to be tried."""
+    """True if no length between one that fits and one that does not is worth a try."""
     return failed is not None and failed <= longest * (1 + WITHIN) + LENGTHS
 
 
@@ -120,7 +120,7 @@ class Longest(NamedTuple):
 
     @property
     def at_least(self) -> str:
-        """What stands before its length, and before all that follows from it."""
+        """Words before its length, and before all that follows from it."""
         return "" if self.is_known else "at least "
 
     @property
@@ -135,7 +135,7 @@ class Longest(NamedTuple):
 
 
 def of_any_length(case: Any) -> Any:
-    """What cases share that differ in length alone."""
+    """The settings that cases share which differ in length alone."""
     return replace(case, seq_len=0)
 
 

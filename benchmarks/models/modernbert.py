@@ -45,16 +45,16 @@ MODEL: dict[str, dict[str, int]] = {
     },
     "cuda": {},
 }
-"""What differs from ModernBERT-base, the default of `ModernBertConfig`: on a CPU a small model."""
+"""Differences from ModernBERT-base, the default of `ModernBertConfig`: on a CPU a small model."""
 
 STRUCTURE = "bigbird-64"
-"""That of the global layers, of `IN_BERT`; local ones keep the model's own window."""
+"""Structure of global layers, of `IN_BERT`; local ones keep the model's own window."""
 
 LABELLED = 0.3
 """Part of the tokens that have a label, as ModernBERT was trained."""
 
 VERIFIED_TOKENS, VERIFIED_LAYERS = 1024, 4
-"""Of a row, and of the model that attention is verified in: the first and the last layer are global."""
+"""A row's tokens and a model's layers in which attention is verified: the first and last layer are global."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as the model's config names them."""
@@ -71,11 +71,11 @@ FORMS = {
     "flash_attention_4": FLAT,
     "flash_attention_2": FLAT,
 }
-"""How each attention gets the documents."""
+"""The form in which each attention gets the documents."""
 
 
 class Piece(NamedTuple):
-    """What one forward gets: the model's arguments, labels (B, T), and the flat places of those with a label."""
+    """Inputs of one forward: the model's arguments, labels (B, T), and the flat places of those with a label."""
 
     inputs: dict[str, Any]
     labels: Tensor
@@ -217,7 +217,7 @@ def masks(kind: str, lengths: Sequence[Sequence[int]], config: ModernBertConfig,
 def train_step(
     model: ModernBertForMaskedLM, pieces: Sequence[Piece], optimizer: torch.optim.Optimizer, predicts_all: bool
 ) -> None:
-    """Of all pieces together, as of a batch that was not seen before: ours makes its indices anew."""
+    """A step on all pieces together, as on a batch that was not seen before: ours makes its indices anew."""
     for part in pieces:
         edges = {name: x.clone() for name, x in part.inputs.items() if name.startswith("cu_seq_lens")}
         share_of_loss(model, part._replace(inputs=part.inputs | edges), pieces, predicts_all).backward()
@@ -258,7 +258,7 @@ def verify(name: str, dtype: str, device: torch.device) -> None:
 
 @lru_cache(maxsize=2)
 def references(case: Case, sparse: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """That gradient at the dtype and in float64."""
+    """Query gradients of the dense model at the dtype and in float64."""
     model = make_model(case, device, num_hidden_layers=VERIFIED_LAYERS)
     seen = reference_masks(sparse, case.lengths, model.config, device)
     with_mask(model, lambda module: seen[FULL if module.sliding_window is None else SLIDING])
@@ -280,7 +280,7 @@ def query_gradient(model: ModernBertForMaskedLM, pieces: Sequence[Piece]) -> Ten
 def reference_masks(
     sparse: bool, lengths: Sequence[Sequence[int]], config: ModernBertConfig, device: torch.device
 ) -> dict[str, Tensor]:
-    """By the kind of the layer: bool (rows, 1 or H, T, T)."""
+    """Masks by the kind of the layer: bool (rows, 1 or H, T, T)."""
     found = {kind: masks(kind, lengths, config, device) for kind in (FULL, SLIDING)}
     if sparse:
         structure = IN_BERT[STRUCTURE](config.num_attention_heads)

@@ -1,4 +1,4 @@
-"""Results of `ds_sparse bench modernbert`: their table, and their rows in the JSON. Reading them takes no
+"""Results of `python -m benchmarks modernbert`: their table, and their rows in the JSON. Reading them takes no
 Transformers."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Result = tuple[Case, list[Row]]
 
 
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
-    """What is printed: a table a case, as they come."""
+    """Lines to print: a table a case, as they come."""
     return (table(case, rows) for case, rows in results)
 
 

@@ -15,13 +15,13 @@ from typing import Any
 from ds_sparse.bench.reasons import in_short, no_result_within
 
 SPAWN, FORKSERVER = "spawn", "forkserver"
-"""How processes begin: each imports all by itself, or is forked from one that has imported what is preloaded. The
+"""Ways to begin processes: each imports all by itself, or is forked from one that has preloaded modules. The
 second is for work whose imports take no GPU, as a GPU does not survive a fork."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no result."""
+    """The reason why there is no result."""
 
     reason: str
 
@@ -33,7 +33,7 @@ def results_of(
     method: str = SPAWN,
     preload: Sequence[str] = (),
 ) -> Iterator[Any]:
-    """What `work(*arguments[0])` yields in its process, while `work` has each of the other arguments in another.
+    """Yields what `work(*arguments[0])` yields in its process, while `work` has the other arguments in others.
 
     The last is a `Failure` where a process raised something or ended, or a result did not come in time. The processes
     are ended then, as they are after the last result that is waited for.

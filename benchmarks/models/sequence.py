@@ -97,12 +97,12 @@ def require_gpus(ranks: int, longest: float, device: torch.device) -> None:
 
 
 def is_failure(row: Row) -> bool:
-    """Whether something was wrong or failed; what does not fit was measured, too."""
+    """True if something was wrong or failed; a sequence that does not fit was measured, too."""
     return bool(row.reason) and not (row.reason.startswith(NOT_TRIED) or ran_out_of_memory(row.reason) or row.is_try)
 
 
 def with_efficiency(row: Row, alone: Row) -> Row:
-    """What is reached of as many times the one rank's tokens a second as there are ranks."""
+    """The row with its tokens a second over as many times the one rank's as there are ranks."""
     if row.tokens_per_second is None or alone.tokens_per_second is None:
         return row
     return replace(row, efficiency=row.tokens_per_second / (row.ranks * alone.tokens_per_second))
@@ -142,7 +142,7 @@ def until_one_fails(tasks: Sequence[Task], device: torch.device) -> Iterator[tup
 
 
 def rows_of_rank(rank: int, rendezvous: str, tasks: Sequence[Task], device: torch.device) -> Iterator[Row]:
-    """What a rank measures."""
+    """Rows that a rank measures."""
     device = start(rank, tasks[0].ranks, rendezvous, device)
     for task in tasks:
         yield run(task, device)

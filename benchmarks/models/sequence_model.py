@@ -1,4 +1,4 @@
-"""The model that `ds_sparse bench sequence` trains: BERT whose loss takes logits of labelled tokens alone, under
+"""The model that `python -m benchmarks sequence` trains: BERT whose loss takes logits of labelled tokens alone, under
 DeepSpeed, with what long sequences ask for."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one rank of `ds_sparse bench sequence` does: it makes an engine for each task, verifies it, and times steps."""
+"""One rank of `python -m benchmarks sequence` makes an engine for each task, verifies it, and times steps."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ with optional_imports():
     from deepspeed.utils import logger
 
 ROUND_MS = 200
-"""What a round takes at least: as many steps as that, which are issued one after the other as in training."""
+"""Least length of a round, whose steps are issued one after the other as in training."""
 
 LEAST_ROUNDS = 3
 
 BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 1e-2)}
-"""By which the loss and the gradient's norm may differ from those of one rank, as a part of them."""
+"""Parts by which the loss and the gradient's norm may differ from those of one rank."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks of a group of processes measure together.
+    """A measurement that all ranks of a group of processes make together.
 
     Attributes:
         threads: of a rank on a CPU.

@@ -12,17 +12,17 @@ from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table, percent
 
 ALONE, DATA, SEQUENCE = "alone", "data", "sequence"
-"""What ranks do: one computes a sequence, each computes one of its own, all share one."""
+"""Ways of ranks: one computes a sequence, each computes one of its own, all share one."""
 
 SEVERAL = (DATA, SEQUENCE)
 
 KEPT, CHECKPOINTED, OFFLOADED = "kept", "checkpointed", "offloaded"
 ACTIVATIONS = (KEPT, CHECKPOINTED, OFFLOADED)
-"""What becomes of activations until backward: all are kept; each layer's input is, on the GPU, or on the CPU."""
+"""Activations until backward: all are kept; each layer's input is, on the GPU, or on the CPU."""
 
 
 EXCHANGE, REDUCTION = "all-to-all", "reduction of gradients"
-"""What ranks send, as profiles of a step name it."""
+"""Traffic of ranks, as profiles of a step name it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def sequences(self) -> int:
-        """Of a pass, on one rank or on those that share them."""
+        """Sequences of a pass, on one rank or on those that share them."""
         return max(1, self.tokens // self.seq_len)
 
 
@@ -94,7 +94,7 @@ def ranks_of(case: Case, row: Row) -> str:
 
 
 def sequences_of(case: Case, row: Row) -> str:
-    """What ranks have, behind their number."""
+    """Words for the sequences of ranks, behind their number."""
     if case.sequences == 1:
         return {ALONE: "", DATA: ", a sequence each", SEQUENCE: ", one sequence"}[row.parallel]
     has = {ALONE: "", DATA: " each", SEQUENCE: " that they share"}[row.parallel]
@@ -102,7 +102,7 @@ def sequences_of(case: Case, row: Row) -> str:
 
 
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
-    """What is printed: some lines a row, as they come, a table of all, and the longest sequences."""
+    """Lines to print: some a row, as they come, a table of all, and the longest sequences."""
     seen = []
     for case, rows in results:
         for row in rows:

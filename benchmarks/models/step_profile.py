@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, from a trace of torch.profiler."""
+"""Shares of a training step's time by purpose, from a trace of torch.profiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTED_FIRST = {
     "cpu": (ATTENTION, EXCHANGE, REDUCTION, OPTIMIZER, OTHER),
     "cuda": (ATTENTION, OPTIMIZER, OTHER, EXCHANGE, REDUCTION),
 }
-"""What the time counts for where several run at once: on a GPU communication counts where it is all that runs; on a
+"""The part that time counts for where several run at once: on a GPU communication only where it is alone; on a
 CPU operators are inside of others."""
 
 KERNELS = {"cpu": ("cpu_op",), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}
@@ -64,7 +64,7 @@ def profile_of(step: Callable[[], object], milliseconds: float, device: torch.de
 
 
 def intervals(events: Iterable[Mapping[str, Any]], device: str) -> Iterator[Interval]:
-    """What ran, of a trace's events."""
+    """Intervals in which a trace's events ran."""
     timed = [event for event in events if "dur" in event]
     optimizer = [
         (event["ts"], event["ts"] + event["dur"])
@@ -79,7 +79,7 @@ def intervals(events: Iterable[Mapping[str, Any]], device: str) -> Iterator[Inte
 
 
 def part_of(name: str) -> str:
-    """What a kernel or operator outside of the optimizer's step is for."""
+    """The part that a kernel or operator outside of the optimizer's step counts for."""
     name = name.lower()
     if "ds_sparse" in name:
         return ATTENTION

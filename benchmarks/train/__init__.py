@@ -1,1 +1,1 @@
-"""`ds_sparse bench train`: the quality that models reach, trained on the same tokens or for the same minutes."""
+"""`python -m benchmarks train`: the quality that models reach, trained on the same tokens or for the same minutes."""

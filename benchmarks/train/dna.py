@@ -67,7 +67,7 @@ IGNORED = -100
 """The label of a base that is not predicted."""
 
 STRETCHES = 8
-"""Of genomes with known genes, and of others, as many at most that the held-out loss is of, spread evenly."""
+"""Most stretches in the held-out loss of genomes with known genes, and of others, spread evenly."""
 
 CLOSED_GAP, SHORTEST = 50, 150
 """Predicted genes of one strand with a gap of fewer bases between them are one, and shorter ones are none. The shortest
@@ -132,7 +132,7 @@ def prepare(settings: Settings, data: Path) -> None:
 
 
 def read(data: Path, side: str) -> list[Contig]:
-    """What `prepare` wrote of a side, `TRAINING` or `HELD_OUT`."""
+    """Reads the sequences of a side, `TRAINING` or `HELD_OUT`, from a folder that `prepare` wrote."""
     found: list[Contig] = pickle.loads((data / f"{side}.pickle").read_bytes())
     return found
 
@@ -146,7 +146,7 @@ class Windows:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """How many windows there are in the sequences up to each."""
+        """Counts of windows in the sequences up to each."""
         return np.cumsum([len(one.bases) - self.length + 1 for one in self.sequences])
 
     def drawn(self, number: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +169,7 @@ def reverse_complement(bases: np.ndarray, labels: np.ndarray) -> tuple[np.ndarra
 
 
 def masked(bases: np.ndarray, generator: np.random.Generator) -> Batch:
-    """Of bases that are known `MASKED` are hidden, and asked for."""
+    """Hides the part `MASKED` of known bases, and asks for them."""
     hidden = (generator.random(bases.shape) < MASKED) & (bases > N)
     return np.where(hidden, np.uint8(MASK), bases), np.where(hidden, bases.astype(np.int64), IGNORED)
 
@@ -195,7 +195,7 @@ def stretches(sequences: Sequence[Contig], length: int, is_annotated: bool) -> B
 
 @dataclass(frozen=True)
 class Sequences:
-    """What an arm sees of pieces, each of `Settings.document_tokens` bases.
+    """Cuts pieces of `Settings.document_tokens` bases to the sequences that an arm sees.
 
     Attributes:
         window: bases of a sequence; it divides the pieces.
@@ -238,7 +238,7 @@ class BaseTask(Task):
 
     @abstractmethod
     def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
-        """What is asked of bases of these classes."""
+        """Inputs and labels of bases of these classes."""
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class BaseTask(Task):
 
 
 class MaskedBases(BaseTask):
-    """Which bases are hidden."""
+    """Task: name hidden bases."""
 
     asked = "masked bases"
 
@@ -276,13 +276,14 @@ class MaskedBases(BaseTask):
 
 
 class Genes(BaseTask):
-    """Which bases are in a gene, introns too, and on which strand.
+    """Task: say of each base whether it is in a gene, introns too, and on which strand.
 
     Args:
         known: the held-out sequences whose genes are known, whole.
     """
 
     asked = "genes"
+    model: Classifier
 
     def __init__(self, *arguments: Any, known: Sequence[Contig]) -> None:
         super().__init__(*arguments)
@@ -295,7 +296,7 @@ class Genes(BaseTask):
         return self.model.of_tokens(tokens)
 
     def measures(self) -> dict[str, float]:
-        """Of bases and of genes, over all sequences together."""
+        """F1 of bases and of genes, over all sequences together."""
         bases, genes = Found(), Found()
         for one in self.known:
             predicted = self.predicted(one.bases)
@@ -352,7 +353,7 @@ def genes_found(predicted: Sequence[Gene], genes: Sequence[Gene]) -> Found:
 
 
 def finds(predicted: Iterable[Gene], genes: Sequence[Gene]) -> Iterator[bool]:
-    """Of each predicted one, whether it finds a gene that none before it has found."""
+    """Says of each predicted gene whether it finds one that none before it has found."""
     left = set(genes)
     starts = [gene.start for gene in genes]
     longest = max((gene.end - gene.start for gene in genes), default=0)
@@ -374,7 +375,7 @@ def overlap(one: Gene, other: Gene) -> float:
 
 
 def window_starts(bases: int, window: int) -> list[int]:
-    """Where windows begin that lie one half of them apart and cover a sequence; the last ends with it."""
+    """Starts of windows that lie one half of them apart and cover a sequence; the last ends with it."""
     return [*range(0, bases - window, window // 2), bases - window]
 
 

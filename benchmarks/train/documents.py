@@ -22,10 +22,10 @@ from .texts import encoded, trained_tokenizer, vocabulary_of
 from .trainer import Experiment, Phase, Task, in_halves
 
 LEAST_FILES, QUICK_LEAST_FILES = 30, 8
-"""Of a package, each of half as many tokens as the longest sequence or more."""
+"""Least files of a package, each of half as many tokens as the longest sequence or more."""
 
 CHARACTERS = 4
-"""Of a token, as many at most on the average."""
+"""Most characters of a token on the average."""
 
 QUICK_PACKAGES = 4
 
@@ -107,7 +107,7 @@ def write(texts: Sequence[Text], folder: Path, size: int, length: int) -> None:
 
 
 def read(folder: Path, side: str) -> Documents:
-    """Of a side, `TRAINING` or `HELD_OUT`."""
+    """Reads the files of a side, `TRAINING` or `HELD_OUT`."""
     return Documents(**np.load(folder / f"{side}.npz"))
 
 
@@ -115,6 +115,7 @@ class Packages(Task):
     """The package of a file, of which the first `length` tokens are seen; a step trains on so many tokens."""
 
     asked = "packages"
+    model: Classifier
 
     def __init__(
         self,

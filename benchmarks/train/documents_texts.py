@@ -15,12 +15,12 @@ from pathlib import Path
 from .texts import INSTALLED, SKIPPED, files_below, is_held_out, text_of
 
 NAME = "NAME"
-"""What stands for a name that was taken out."""
+"""Word in the place of a name that was taken out."""
 
 HELD_OUT_ONE_IN = 5
 
 MOST_FILES = 120
-"""Of a package, so that the largest are no more than some times the smallest."""
+"""Most files of a package, so that the largest are no more than some times the smallest."""
 
 COPIED = {"_vendor", "_vendored", "vendor", "vendored", "extern", "externals", "third_party"}
 """Folders with sources of another package."""
@@ -48,7 +48,7 @@ Sources = Mapping[str, Mapping[str, Path]]
 
 
 def installed_sources() -> Sources:
-    """Of the running interpreter: its standard library, and what is installed beside it."""
+    """Sources of the running interpreter: its standard library, and what is installed beside it."""
     paths = sysconfig.get_paths()
     files: dict[str, dict[str, Path]] = defaultdict(dict)
     for root in map(Path, sorted({paths["stdlib"], paths["purelib"], paths["platlib"]})):
@@ -61,7 +61,7 @@ def installed_sources() -> Sources:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which files are texts.
+    """Bounds on files and packages that become texts.
 
     Attributes:
         least_files: that a package has to have.
@@ -117,7 +117,7 @@ def cleaned(package: str, paths: Iterable[Path], removal: Removal, wanted: Wante
 
 @dataclass(frozen=True)
 class Removal:
-    """What takes names out of sources.
+    """Takes names out of sources.
 
     Attributes:
         own: finds names of the packages to be told apart, and of what they are installed from, anywhere.

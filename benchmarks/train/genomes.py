@@ -33,10 +33,10 @@ HELD_OUT_EVERY = 5
 """The last of so many sequences of a genome is held out."""
 
 HELD_OUT_SHARE = 0.1
-"""Of each sequence where a genome has fewer; its end."""
+"""Held-out end of each sequence where a genome has fewer."""
 
 INSTALLED = Path("/usr/share/doc")
-"""Where Debian's packages of examples put their files."""
+"""The folder in which Debian's packages of examples put their files."""
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "ustilago-maydis": (
@@ -112,7 +112,7 @@ def in_order(genes: Iterable[Gene]) -> list[Gene]:
 
 @dataclass(frozen=True)
 class Files:
-    """Of a genome: a FASTA file, and a GFF3 file where its genes are known."""
+    """Files of a genome: FASTA, and GFF3 where its genes are known."""
 
     name: str
     fasta: Path
@@ -248,10 +248,10 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 SEQUENCES, BASES, GENE, GAP = 5, 4096, 360, 300
-"""Of the genome that `write_genome` makes up: so many bases, with a gene of `GENE` after about every `GAP`."""
+"""The genome that `write_genome` makes up: so many bases, with a gene of `GENE` after about every `GAP`."""
 
 CODONS = [f"G{second}{third}" for second in "ACGT" for third in "GC"]
-"""Of its genes, which say their strand; the rest is mostly A and T."""
+"""Codons of its genes, which say their strand; the rest is mostly A and T."""
 
 
 def write_genome(folder: Path) -> None:

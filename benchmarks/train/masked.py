@@ -39,7 +39,7 @@ def unigram_cross_entropy(frequencies: Tensor, labels: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Found:
-    """How many are predicted, how many are there, and how many of both agree; of several sequences, their sum."""
+    """Counts of what is predicted, of what is there, and of both that agree; of several sequences, their sum."""
 
     predicted: int = 0
     there: int = 0
@@ -61,12 +61,12 @@ def macro_f1(predicted: np.ndarray, classes: np.ndarray) -> float:
 
 
 def found_of_class(predicted: np.ndarray, there: np.ndarray) -> Found:
-    """Of bool arrays."""
+    """Counts of two bool arrays."""
     return Found(int(predicted.sum()), int(there.sum()), int((predicted & there).sum()))
 
 
 class Rows:
-    """Which pieces each step trains on: all, in an order of each epoch's own.
+    """Chooses the pieces of each step: all, in an order of each epoch's own.
 
     Args:
         rows: how many pieces there are, at least a step's.
@@ -77,7 +77,7 @@ class Rows:
         self._order = lru_cache(maxsize=1)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(rows))
 
     def of(self, step: int) -> np.ndarray:
-        """Their numbers; what is left at an epoch's end is not seen in it."""
+        """Numbers of a step's pieces; the rest at an epoch's end is not seen in it."""
         epoch, place = divmod(step, self.rows // self.per_step)
         return self._order(epoch)[place * self.per_step :][: self.per_step]
 
@@ -139,7 +139,7 @@ class MaskedTask(Task):
         return unigram_cross_entropy(self.frequencies, self.held_out[self.held_out_masked])
 
     def predictions(self) -> tuple[Tensor, Tensor]:
-        """Of each masked token of what is held out, in its order: the loss, fp32, and whether the likeliest token is
+        """For each masked token that is held out, in order: the loss, fp32, and whether the likeliest token is
         the right one."""
         losses, right = [], []
         for first in range(0, len(self.held_out), self.rows.per_step):

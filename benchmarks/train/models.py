@@ -28,7 +28,7 @@ LARGE_BLOCK = {
     "variable": "variable-default-64",
     "local_sliding_window": "local_sliding_window-default-64",
 }
-"""Modes to what is trained of them, by the names of `ds_sparse bench bert`."""
+"""Modes to what is trained of them, by the names of `python -m benchmarks bert`."""
 
 SMALL_BLOCK = {mode: f"{mode}-default-16" for mode in LARGE_BLOCK}
 """The same where all is small."""
@@ -44,21 +44,21 @@ def short_of(settings: Settings) -> int:
 
 
 def default_arms(settings: Settings) -> list[str]:
-    """Those that decide most."""
+    """Arms that decide most."""
     short, long = short_of(settings), settings.document_tokens
     return [f"{DENSE}-{short}", f"{DENSE}-{long}", f"bigbird-{long}", f"bslongformer-{long}"]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What an arm's name says: an attention, of `ATTENTIONS`, and the tokens of a sequence."""
+    """An arm's attention, of `ATTENTIONS`, and the tokens of a sequence."""
 
     kind: str
     length: int
 
 
 def attention_of(arm: str) -> Attention | None:
-    """Of a name such as bigbird-4096; None of another."""
+    """The attention of a name such as bigbird-4096; None for another."""
     kind, _, length = arm.rpartition("-")
     return Attention(kind, int(length)) if kind in ATTENTIONS and length.isdecimal() and int(length) else None
 
@@ -79,7 +79,7 @@ def require_attention(name: str, settings: Settings, known: str) -> None:
 
 
 def structure_name(kind: str, settings: Settings) -> str:
-    """Of `STRUCTURES_IN_BERT`."""
+    """A name in `STRUCTURES_IN_BERT`."""
     return (SMALL_BLOCK if settings.quick else LARGE_BLOCK)[kind]
 
 
@@ -127,7 +127,7 @@ REACH = 2
 """Tokens on each side."""
 
 LARGEST = 2.0
-"""Of the weights at the beginning, which are uniform around 0; a quarter of it takes a model twice the steps to leave
+"""Bound of new weights, which are uniform around 0; with a quarter of it a model takes twice the steps to leave
 the unigram cross-entropy."""
 
 

@@ -34,10 +34,10 @@ from .trainer import Experiment, Phase, Task
 HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**20, 2**13
 
 QUICK_BYTES, TOKENIZER_BYTES = 2_000_000, 10_000_000
-"""Of the documents that are read, and that the tokenizer is trained on."""
+"""Bytes of documents that are read, and that the tokenizer is trained on."""
 
 MOST_PIECES = 16
-"""Of a document, so that a large table is not most of the text."""
+"""Most pieces of a document, so that a large table is not most of the text."""
 
 FAR = 2048
 """Tokens between a name and its last place before; in short documents half of their tokens."""
@@ -129,7 +129,7 @@ def far_tokens(ids: np.ndarray, pieces: Sequence[bytes], distance: int) -> np.nd
 
 
 class QualityTask(MaskedTask):
-    """What can be known from afar alone is masked in all that is held out, so that no part of a name gives the rest
+    """Masks all that can be known from afar alone in what is held out, so that no part of a name gives the rest
     away.
 
     Args:
@@ -161,7 +161,7 @@ def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.de
 def make_task(
     settings: Settings, data: Path, seed: int, device: torch.device, attention: Attention, before: nn.Module | None
 ) -> Task:
-    """Of new weights, or of a dense model's before, which gets room for longer sequences as `ds_sparse adapt` gives it,
+    """A task of new weights, or of a dense model's before, which gets longer positions as by `ds_sparse adapt`,
     and the attention."""
     train, held_out, far = (np.load(data / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out", "far"))
     size = texts.vocabulary_of(settings)

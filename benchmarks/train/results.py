@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, int]] = {
 """Sizes, by the names of `BertConfig`."""
 
 LEARNING_RATES = {TINY: 2e-3, SMALL: 4e-4, BASE: 2e-4}
-"""Of AdamW at its highest, about 0.2 over the hidden size: a step of Adam changes each weight by as much as the rate,
+"""Highest rates of AdamW, about 0.2 over the hidden size: a step of Adam changes each weight by as much as the rate,
 and a sum over the hidden size so many times. What is too high makes the vectors of all tokens one before a model has
 learned more than the frequencies of tokens."""
 
@@ -29,7 +29,7 @@ DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192}
 
 @dataclass(frozen=True)
 class Settings:
-    """What all jobs of a folder share.
+    """Settings that all jobs of a folder share.
 
     Attributes:
         model: of `MODELS`.
@@ -53,7 +53,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much an arm trains: minutes of steps, or tokens; the other is 0."""
+    """The training of an arm: minutes of steps, or tokens; the other is 0."""
 
     minutes: float = 0.0
     tokens: int = 0
@@ -64,7 +64,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, saved and reported by itself."""
+    """An arm with a seed and a budget, trained and reported by itself."""
 
     arm: str
     seed: int
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """That of its files."""
+        """Name of its files."""
         budget = f"{self.budget.tokens}-tokens" if self.budget.tokens else f"{self.budget.minutes:g}-minutes"
         return f"{self.arm}-seed{self.seed}-{budget}"
 
@@ -86,10 +86,10 @@ def jobs_of(arms: Sequence[str], seeds: Iterable[int], budgets: Sequence[Budget]
 
 
 DENSE = "dense"
-"""What names of arms with dense attention begin with; all end with the length of their sequences."""
+"""Beginning of names of arms with dense attention; all end with the length of their sequences."""
 
 LEAST_GAIN = 0.05
-"""Of the unigram cross-entropy, which a held-out loss has to be below it. Models that learned nothing but frequencies
+"""Minimum relative gain on the unigram cross-entropy to count as trained. Models that learned nothing but frequencies
 came to 1 %, the first that learned more to 23 %."""
 
 
@@ -127,7 +127,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Row:
-    """What a job gave; numbers are None where it gave none, and `reason` says why.
+    """Result of a job; numbers are None where it gave none, and `reason` says why.
 
     Attributes:
         milliseconds: of a training step, the mean of all.
@@ -157,7 +157,7 @@ class Row:
 
     @property
     def warning(self) -> str:
-        """Why there is nothing to compare; "" where there is."""
+        """The reason why there is nothing to compare; "" where there is."""
         if self.reason or self.held_out < (1 - LEAST_GAIN) * self.unigram:
             return ""
         return (
@@ -229,7 +229,7 @@ def length_of(arm: str) -> int:
 
 
 def arms_by_case(results: Iterable[Result]) -> dict[Case, list[Arm]]:
-    """What can be compared: jobs that differ in arm and seed alone."""
+    """Arms that can be compared: jobs that differ in arm and seed alone."""
     groups: dict[Case, dict[str, dict[int, Row]]] = {}
     for case, row in results:
         if not row.reason:
@@ -238,7 +238,7 @@ def arms_by_case(results: Iterable[Result]) -> dict[Case, list[Arm]]:
 
 
 def dense_for(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
-    """What an arm is compared with: a structure with dense attention at its length, all else with that at the greatest
+    """The arm to compare with: for a structure dense attention at its length, for all else that at the greatest
     there is."""
     dense = [other for other in arms if other.is_dense]
     same = [other for other in dense if other.length == arm.length and not arm.is_dense]
@@ -246,7 +246,7 @@ def dense_for(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
 
 
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
-    """What is printed: a line a job, as they come, and a table of what can be compared at the end."""
+    """Lines to print: one a job, as they come, and a table of what can be compared at the end."""
     seen = []
     for case, row in results:
         seen.append((case, row))

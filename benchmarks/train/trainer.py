@@ -24,7 +24,7 @@ from ds_sparse.bench.runs import restored
 from .results import Budget, Job, Point, Row, Settings
 
 WARM_UP = 0.1
-"""Of a phase's steps, until the learning rate is at its highest; it decays to nothing after."""
+"""Part of a phase's steps until the learning rate is at its highest; it decays to nothing after."""
 
 EVALUATIONS = 10
 """In all of the budget."""
@@ -32,7 +32,7 @@ EVALUATIONS = 10
 BETAS, WEIGHT_DECAY, LARGEST_NORM = (0.9, 0.98), 0.01, 1.0
 
 TRIED_SECONDS = 2.0
-"""Of steps, to see what one takes, where that matters; else two steps."""
+"""Seconds of tried steps, to see what one takes, where that matters; else two steps."""
 
 
 class Task(ABC):
@@ -50,7 +50,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, step: int) -> Tensor:
-        """Of the training batch of that number, which depends on the number and the seed alone."""
+        """The loss of the training batch of that number, which depends on the number and the seed alone."""
 
     @abstractmethod
     def evaluate(self) -> float:
@@ -67,7 +67,7 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class Phase:
-    """Of an arm's training, with an optimizer and a schedule of its own.
+    """A part of an arm's training, with an optimizer and a schedule of its own.
 
     Attributes:
         share: of the budget; those of an arm add up to 1.
@@ -85,7 +85,7 @@ def in_halves(make: Callable[[nn.Module | None], Task]) -> list[Phase]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is compared.
+    """Arms to compare, and the data and tasks of each.
 
     Attributes:
         default_arms: of settings.
@@ -210,7 +210,7 @@ class Training:
 
 
 def steps_of(budget: Budget, share: float, tokens_per_step: int, step_seconds: float) -> int:
-    """How many steps a phase has; of a budget of minutes as many as fit, at the speed that was measured before."""
+    """Number of a phase's steps; in a budget of minutes as many as fit, at the speed that was measured before."""
     steps = budget.tokens / tokens_per_step if budget.tokens else budget.minutes * 60 / step_seconds
     return max(1, round(share * steps))
 
@@ -264,7 +264,7 @@ class Folder:
             raise ValueError(f"--folder {path}: holds a run with {have}, not {want}; give its options or a new folder.")
 
     def data(self, prepare: Callable[[Path], None]) -> Path:
-        """Where the data is, which the first process prepares and the others wait for."""
+        """The folder of the data, which the first process prepares and the others wait for."""
         data, done = self.path / "data", self.path / "data" / "prepared"
         data.mkdir(exist_ok=True)
         with locked(self.path / "data.lock"):
@@ -275,7 +275,7 @@ class Folder:
 
     @contextmanager
     def claimed(self, job: Job) -> Iterator[bool]:
-        """Whether the job is this process's own for the time; else another has it."""
+        """True if the job is this process's own for the time; else another has it."""
         try:
             with locked(self.path / f"{job.name}.lock", fcntl.LOCK_NB):
                 yield True
@@ -283,7 +283,7 @@ class Folder:
             yield False
 
     def row(self, job: Job) -> Row | None:
-        """What a finished job gave."""
+        """The row of a finished job; None of another."""
         file = self.path / f"{job.name}.json"
         return restored(Row, json.loads(file.read_text())) if file.exists() else None
 
