@@ -9,12 +9,11 @@ from functools import partial
 
 import torch
 
-from benchmarks.models import bert_results, longest_sequence
+from benchmarks.models import attentions, bert_results, longest_sequence
+from benchmarks.models.reasons import NOT_TRIED
 from benchmarks.running import Entry, add_labelled_only, probability
 from ds_sparse.arguments import positive
-from ds_sparse.bench import cases
 from ds_sparse.bench.command import BF16_ON_A_GPU, add_shared, listed, one_of
-from ds_sparse.bench.reasons import NOT_TRIED
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +34,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--peers",
-        type=listed(one_of((*cases.BERT_ATTENTIONS, *cases.MODES_IN_BERT))),
-        default=list(cases.BERT_ATTENTIONS),
-        help=f"{', '.join(cases.BERT_ATTENTIONS)} (default: these); modes at their defaults, with blocks of 16 or 64: "
-        f"{', '.join(cases.MODES_IN_BERT)}",
+        type=listed(one_of((*attentions.BERT_ATTENTIONS, *attentions.MODES_IN_BERT))),
+        default=list(attentions.BERT_ATTENTIONS),
+        help=f"{', '.join(attentions.BERT_ATTENTIONS)} (default: these); modes at their defaults, with blocks of 16 or "
+        f"64: {', '.join(attentions.MODES_IN_BERT)}",
     )
     parser.add_argument(
         "--model",
@@ -90,7 +89,7 @@ def measured(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[b
     from benchmarks.models import bert
 
     for dtype in args.dtype:
-        ours = [name for name in args.peers if name in cases.STRUCTURES_IN_BERT]
+        ours = [name for name in args.peers if name in attentions.STRUCTURES_IN_BERT]
         wrong = bert.wrong_ones(ours, partial(bert.verify, dtype=dtype, device=device))
         grid = [case_of(args, dtype, seq_len) for seq_len in lengths_of(args)]
         for case, rows in bert.results(grid, args.peers, wrong, device, args.repeats, args.seconds):
@@ -109,7 +108,7 @@ def case_of(args: argparse.Namespace, dtype: str, seq_len: int, is_try: bool = F
 
 def is_failure(row: bert_results.Row) -> bool:
     """True if one of ours was wrong or failed."""
-    ours = row.attention in cases.STRUCTURES_IN_BERT
+    ours = row.attention in attentions.STRUCTURES_IN_BERT
     return ours and bool(row.reason) and not row.reason.startswith(NOT_TRIED)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.models.reasons import NOT_TRIED
+from benchmarks.models.step_times import release_memory
 from benchmarks.running import Entry, natural, positive_number
 from benchmarks.train import results as train_results
 from benchmarks.train.results import (
@@ -33,8 +35,7 @@ from benchmarks.train.results import (
 from benchmarks.train.trainer import Experiment, Folder, Training, load
 from ds_sparse.arguments import positive
 from ds_sparse.bench.command import add_device_and_json, listed
-from ds_sparse.bench.reasons import NOT_TRIED, in_short
-from ds_sparse.bench.step_times import release_memory
+from ds_sparse.bench.reasons import in_short
 
 MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
 

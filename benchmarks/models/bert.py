@@ -15,23 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from benchmarks.models.bert_results import LABELLED, MODELS, Case, Result, Row
-from benchmarks.models.longest_sequence import Bracket, tries
-from benchmarks.models.processes import FORKSERVER, Failure, results_of
-from ds_sparse.bench import flex as flex_attention
-from ds_sparse.bench.cases import (
+from benchmarks.models.attentions import (
     BIGBIRD_MODEL,
     EAGER,
     FLEX_IN_BERT,
     FLOOR,
-    IN_BERT,
     LONGFORMER_MODEL,
     NO_ATTENTION,
     STRUCTURES_IN_BERT,
 )
+from benchmarks.models.bert_results import LABELLED, MODELS, Case, Result, Row
+from benchmarks.models.longest_sequence import Bracket, tries
+from benchmarks.models.processes import FORKSERVER, Failure, results_of
+from benchmarks.models.reasons import NOT_TRIED, TOO_LONG, ran_out_of_memory
+from benchmarks.models.step_times import measure_steps
+from ds_sparse.bench import flex as flex_attention
+from ds_sparse.bench.cases import IN_BERT
 from ds_sparse.bench.machine import DTYPES, GIB, wall_ms
-from ds_sparse.bench.reasons import NOT_TRIED, TOO_LONG, Unsupported, in_short, ran_out_of_memory
-from ds_sparse.bench.step_times import measure_steps
+from ds_sparse.bench.reasons import Unsupported, in_short
 from ds_sparse.extras import optional_imports
 from ds_sparse.layout import to_token_mask
 from ds_sparse.models.sparsify import sparsify

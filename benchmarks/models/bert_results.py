@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from benchmarks.models import longest_sequence
+from benchmarks.models.attentions import DENSE_IN_BERT, EAGER, FLEX_IN_BERT, FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from benchmarks.models.longest_sequence import Longest
-from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, FLEX_IN_BERT, FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table, percent, ratio, span
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.models.reasons import took_too_long
 from ds_sparse.bench.machine import GIB
-from ds_sparse.bench.reasons import took_too_long
 
 Tried = tuple[Any, Any]
 """A case that has `seq_len`, and its row, which has `peak_gib` and `reason`."""

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from benchmarks.models.attentions import FLOOR
 from benchmarks.models.bert import LEAST_ERROR_ALLOWED, LOSS_SCALE, PROJECTIONS, built, with_mask
 from benchmarks.models.modernbert_results import OURS, OURS_PADDED, Case, Row
-from ds_sparse.bench.cases import FLOOR, IN_BERT
+from benchmarks.models.step_times import Measured, measure_steps
+from ds_sparse.bench.cases import IN_BERT
 from ds_sparse.bench.documents import cu_seqlens_of, places_of
 from ds_sparse.bench.flex import of_scores
 from ds_sparse.bench.reasons import Unsupported
-from ds_sparse.bench.step_times import Measured, measure_steps
 from ds_sparse.extras import optional_imports
 from ds_sparse.layout import to_token_mask
 from ds_sparse.models.sparsify import sparsify

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from ds_sparse.bench.cases import FLOOR
+from benchmarks.models.attentions import FLOOR
 from ds_sparse.bench.documents import corpus_lengths
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table, percent

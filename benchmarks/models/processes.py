@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_sparse.bench.reasons import in_short, no_result_within
+from benchmarks.models.reasons import no_result_within
+from ds_sparse.bench.reasons import in_short
 
 SPAWN, FORKSERVER = "spawn", "forkserver"
 """Ways to begin processes: each imports all by itself, or is forked from one that has preloaded modules. The

@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.models.longest_sequence import Bracket, of_any_length, require_gpu, tries
 from benchmarks.models.processes import Failure, results_of
+from benchmarks.models.reasons import NOT_TRIED, TOO_LONG, ran_out_of_memory
 from benchmarks.models.sequence_rank import Task, run, start
 from benchmarks.models.sequence_results import ALONE, DATA, SEQUENCE, Case, Row
-from ds_sparse.bench.reasons import NOT_TRIED, TOO_LONG, ran_out_of_memory
 
 UNVERIFIED = "not verified: the one rank has no row of this length, and no shorter one was found right"
 NOT_HELD = f"{NOT_TRIED}one rank does not hold such sequences"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from benchmarks.models.attentions import DENSE_IN_BERT, STRUCTURES_IN_BERT
 from benchmarks.models.bert import require_layout
-from ds_sparse.bench.cases import DENSE_IN_BERT, STRUCTURES_IN_BERT
 from ds_sparse.extras import optional_imports
 from ds_sparse.models.sparsify import sparsify
 from ds_sparse.sparsity import SparsityConfig

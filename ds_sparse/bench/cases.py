@@ -1,4 +1,4 @@
-"""The grid of `ds_sparse bench attention`, as data: shapes and layouts; and the structures of `bench bert`."""
+"""The grid of `ds_sparse bench attention`, as data: shapes and layouts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sparsity import (
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    FixedSparsityConfig,
-    SparsityConfig,
-    sparsity_class,
-)
+from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
 
 STRUCTURES = {"fixed": FixedSparsityConfig, "longformer": BSLongformerSparsityConfig, "bigbird": BigBirdSparsityConfig}
 
@@ -115,42 +109,8 @@ GROWTH = [
 ]
 """Time over tokens where a window and one global block are all that a token sees."""
 
-NO_ATTENTION, FLOOR = "none", "floor"
-"""Attention that returns the value; with the second the projections of query and key keep their backward."""
-
 IN_BERT: dict[str, Callable[[int], SparsityConfig]] = {
     name: next(case.config for case in TABLE if case.name == name)
     for name in ("longformer-64", "bigbird-64", "bigbird-16")
 }
 """Structures of the table that a step of BERT is measured with, each made for a number of heads."""
-
-
-def mode_of_block(mode: str, block: int) -> Callable[[int], SparsityConfig]:
-    """A mode at its defaults but for the block, random blocks the same at every call, as `IN_BERT` has structures."""
-    options: Any = {"seed": 0} if "bigbird" in mode else {}
-    return lambda num_heads: sparsity_class(mode)(num_heads=num_heads, block=block, **options)
-
-
-MODES_IN_BERT = {
-    f"{mode}-default-{block}": mode_of_block(mode, block)
-    for mode in ("fixed", "variable", "bigbird", "bslongformer", "local_sliding_window", "transformers_bigbird")
-    for block in (16, 64)
-}
-"""Every sparse mode at its defaults, and with blocks of 64."""
-
-STRUCTURES_IN_BERT = IN_BERT | MODES_IN_BERT
-
-EAGER, DENSE_IN_BERT = "eager", "sdpa"
-"""Dense attention in parts, and in one operation, as Transformers names them."""
-
-FLEX_IN_BERT = {f"flex-{name}": name for name in IN_BERT}
-"""FlexAttention on the layout of a structure."""
-
-LONGFORMER_MODEL, BIGBIRD_MODEL = "transformers-longformer", "transformers-bigbird"
-"""Models of Transformers whose attention is their own."""
-
-BERT_ATTENTIONS: tuple[str, ...] = (
-    *(NO_ATTENTION, FLOOR, EAGER, DENSE_IN_BERT, *FLEX_IN_BERT, LONGFORMER_MODEL, BIGBIRD_MODEL),
-    *IN_BERT,
-)
-"""What a step of BERT is measured with, besides `MODES_IN_BERT`."""

@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks.models import bert_results, modernbert_results, sequence_results
+from benchmarks.models import attentions, bert_results, modernbert_results, sequence_results
 from benchmarks.program import main
-from ds_sparse.bench import cases
 from ds_sparse.bench.runs import WIDTH
 
 WIDEST = (1.23e-5, 0.123, 123.4, 98765.4)
@@ -49,8 +48,8 @@ def widest(lines):
 @pytest.mark.parametrize("number", WIDEST)
 def test_tables_of_models_fit(number):
     case = bert_results.Case(1 << 20, 0.125, "bf16", "cuda", predicts_all=False)
-    of_bert = [bert_results.Row(name, number, number, rounds=20) for name in cases.BERT_ATTENTIONS]
-    of_bert.append(bert_results.Row(max(cases.MODES_IN_BERT, key=len), number, number, rounds=1))
+    of_bert = [bert_results.Row(name, number, number, rounds=20) for name in attentions.BERT_ATTENTIONS]
+    of_bert.append(bert_results.Row(max(attentions.MODES_IN_BERT, key=len), number, number, rounds=1))
     assert len(widest(bert_results.table(case, of_bert))) <= WIDTH
     case = modernbert_results.Case(8192, "bf16", "cuda")
     steps = [

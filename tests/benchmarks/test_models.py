@@ -12,11 +12,10 @@ import torch
 from transformers import AttentionInterface
 
 from benchmarks import running
-from benchmarks.models import bert, bert_results, modernbert, modernbert_results
+from benchmarks.models import attentions, bert, bert_results, modernbert, modernbert_results
 from benchmarks.models.processes import Failure
 from benchmarks.program import main
 from ds_sparse import block_sparse_attention, window_attention
-from ds_sparse.bench import cases
 from ds_sparse.bench.show import load
 
 CPU = torch.device("cpu")
@@ -44,10 +43,12 @@ def small(layers=2):
 def test_every_attention_is_measured_or_says_why_not(monkeypatch):
     monkeypatch.setitem(bert_results.MODEL, "cpu", bert_results.MODEL["cpu"] | {"num_hidden_layers": 1})
     monkeypatch.setitem(bert_results.TOKENS, "cpu", 1024)
-    rows = {row.attention: row for row in bert.run_case(CASE, cases.BERT_ATTENTIONS, {}, CPU, repeats=1, seconds=1)}
-    assert list(rows) == list(cases.BERT_ATTENTIONS)
+    rows = {
+        row.attention: row for row in bert.run_case(CASE, attentions.BERT_ATTENTIONS, {}, CPU, repeats=1, seconds=1)
+    }
+    assert list(rows) == list(attentions.BERT_ATTENTIONS)
     without = {name: row.reason for name, row in rows.items() if row.reason}
-    assert without == dict.fromkeys(cases.FLEX_IN_BERT, "on a CPU it is forward only")
+    assert without == dict.fromkeys(attentions.FLEX_IN_BERT, "on a CPU it is forward only")
     assert all(row.milliseconds > 0 and row.peak_gib is None for name, row in rows.items() if name not in without)
 
 
@@ -118,12 +119,12 @@ def test_what_was_slow_or_out_of_memory_is_not_tried_at_longer_lengths(monkeypat
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.slow("verifies steps of every attention")
 def test_a_wrong_structure_of_bert_is_known(monkeypatch, dtype):
-    names = [*cases.IN_BERT, "bigbird-default-64", "transformers_bigbird-default-64"]
+    names = [*attentions.IN_BERT, "bigbird-default-64", "transformers_bigbird-default-64"]
     assert wrong_bert(names, dtype) == {}, "random blocks are the same at every call"
     right = bert.to_token_mask
     monkeypatch.setattr(bert, "to_token_mask", lambda layout, block: right(layout.roll(1, dims=-1), block))
-    wrong = wrong_bert(cases.IN_BERT, dtype)
-    assert list(wrong) == list(cases.IN_BERT)
+    wrong = wrong_bert(attentions.IN_BERT, dtype)
+    assert list(wrong) == list(attentions.IN_BERT)
     assert all("the gradient of the first layer's query weight has an RMS" in reason for reason in wrong.values())
 
 
@@ -146,7 +147,7 @@ def test_attentions_on_other_documents_are_known(monkeypatch, dtype):
 @pytest.mark.slow("trains steps for three seconds")
 def test_the_flat_row_says_where_documents_are(monkeypatch, name):
     """An attention that goes by the edges alone is right, as FlashAttention's is; a dense one is not ours."""
-    structure = cases.IN_BERT[modernbert.STRUCTURE](2)
+    structure = attentions.IN_BERT[modernbert.STRUCTURE](2)
     layout = structure.make_bool_layout(1024) if name == "ds_sparse" else torch.ones(16, 16, dtype=torch.bool)
 
     def by_edges(module, query, key, value, mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, sliding_window, **_):

@@ -13,12 +13,12 @@ from benchmarks.models import longest_sequence, sequence, sequence_model, sequen
 from benchmarks.models.bert import batch
 from benchmarks.models.longest_sequence import Bracket
 from benchmarks.models.processes import FORKSERVER, Failure, next_result, results_of
+from benchmarks.models.reasons import no_result_within, took_too_long
 from benchmarks.models.sequence_rank import MemoryMeter, Task
 from benchmarks.models.sequence_results import ALONE, CHECKPOINTED, DATA, KEPT, OFFLOADED, SEQUENCE, Case, Row
 from benchmarks.models.step_profile import ATTENTION, EXCHANGE, IDLE, OPTIMIZER, OTHER, REDUCTION
 from benchmarks.program import main
 from ds_sparse.bench.machine import GIB
-from ds_sparse.bench.reasons import no_result_within, took_too_long
 
 CPU = torch.device("cpu")
 CASE = Case(512, "bigbird-64", "fp32", "cpu", 2)

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from .machine import CALLS_ON_CUDA, GIB, in_turns, timed, wall_ms
-from .reasons import in_short
+from ds_sparse.bench.machine import CALLS_ON_CUDA, GIB, in_turns, timed, wall_ms
+from ds_sparse.bench.reasons import in_short
 
 Step = Callable[[], object]
 

@@ -3,8 +3,8 @@ import time
 import pytest
 import torch
 
-from ds_sparse.bench import step_times
-from ds_sparse.bench.step_times import measure_steps
+from benchmarks.models import step_times
+from benchmarks.models.step_times import measure_steps
 
 CPU = torch.device("cpu")
 
