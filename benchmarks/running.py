@@ -6,13 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from ds_sparse.bench.machine import conditions
 from ds_sparse.bench.markdown import Table
-from ds_sparse.bench.runs import Run, rows_by_case, show
+from ds_sparse.bench.runs import Run, restored, show
 
 Result = tuple[Any, Any]
 """A case, and the rows of what was measured in it."""
@@ -20,7 +22,7 @@ Result = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the registry of `ds_sparse bench`: see `Measurable` there.
+    """An entry of the registry of `ds_sparse bench`, as `operation` there wants it.
 
     Attributes:
         case, row: dataclasses, whose fields stand in each row of the JSON.
@@ -43,7 +45,8 @@ class Entry:
         return [asdict(case) | self.more(case) | asdict(row) for row in rows]
 
     def restore(self, rows: Sequence[dict[str, Any]]) -> list[Result]:
-        return rows_by_case(self.case, self.row, rows)
+        groups = groupby(rows, key=partial(restored, self.case))
+        return [(case, [restored(self.row, fields) for fields in group]) for case, group in groups]
 
     def report(self, results: Iterable[Result], args: argparse.Namespace) -> Iterator[Iterable[str]]:
         return self.lines(results)

@@ -14,8 +14,9 @@ from benchmarks.peers import PACKAGES
 from benchmarks.running import Entry, add_labelled_only
 from ds_sparse.arguments import positive
 from ds_sparse.bench.attention import OURS
-from ds_sparse.bench.command import BF16_ON_A_GPU, add_shared, listed, one_of
+from ds_sparse.bench.command import add_shared, listed, one_of
 from ds_sparse.bench.machine import versions
+from ds_sparse.bench.registry import BF16_ON_A_GPU
 
 
 def add(parser: argparse.ArgumentParser) -> None:

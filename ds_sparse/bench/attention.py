@@ -19,20 +19,20 @@ from ..layout import to_token_mask
 from ..ops import block_sparse_attention
 from . import flex
 from .cases import BREAK_EVEN, GROWTH, TABLE, Case
-from .command import BF16_ON_A_GPU, add_cases, add_peers, chosen, require_half_precision
+from .command import add_cases, add_peers, chosen, require_half_precision
 from .floors import Ceilings, Size
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits
 from .markdown import SHAPE, Table, also, beside, milliseconds, numbers, over, pair, percent, spans
 from .matmul import our_operations
 from .reasons import Unsupported
 from .references import AttentionProblem, Piece, block_rows
-from .registry import Density, Operation, Peer, Result, Row
+from .registry import Operation, Peer, Result, Row
 from .text import columns, lacking, number
 
 OURS = "ds_sparse"
 
 DENSE = {"cpu": "sdpa", "cuda": "cudnn"}
-"""What dense attention costs on a device."""
+"""The peer that says what dense attention costs on a device."""
 
 DEFAULTS = {
     "cpu": [OURS, "composition", "sdpa", "sdpa-mask", "flex"],
@@ -332,9 +332,7 @@ def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
 OPERATION = Operation(
     name="attention",
     description=DESCRIPTION,
-    dtypes=BF16_ON_A_GPU,
     case=Case,
-    about=Density,
     problem=Problem,
     peers={
         OURS: fused,
@@ -351,7 +349,6 @@ OPERATION = Operation(
     options=options,
     cases=cases,
     names=names,
-    abouts=lambda problem, peers: Density(problem.size.density),
     numbers=numbers_of,
     lines=lines,
     summary=summary,

@@ -1,4 +1,4 @@
-"""What PyTorch has for the same operations: Triton kernels over block-sparse rows, in `torch.sparse._triton_ops`.
+"""PyTorch's own block-sparse operations: Triton kernels over block-sparse rows, in `torch.sparse._triton_ops`.
 
 They are forward only and run with the parameters that PyTorch has for the device, or its defaults. Each gets its inputs
 as it wants them: no copy is timed that is not its own.

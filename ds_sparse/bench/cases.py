@@ -39,7 +39,7 @@ class Case:
         return self.name
 
     def config(self, num_heads: int) -> SparsityConfig:
-        """Of `STRUCTURES`."""
+        """The configuration of one of `STRUCTURES`."""
         return STRUCTURES[self.structure](num_heads=num_heads, block=self.block, **self.options)
 
     def layout(self) -> Tensor:
@@ -93,7 +93,7 @@ TABLE = [
     Case("random-64",           "random",     64, 4, 16,  8192,  64, QUARTER),
     Case("random-128-d128",     "random",     128, 4, 16, 8192, 128, QUARTER),
 ]
-"""What is measured by default: the structures that people configure, and random blocks."""
+"""Cases that are measured by default: the structures that people configure, and random blocks."""
 # fmt: on
 
 BREAK_EVEN = [
@@ -101,13 +101,13 @@ BREAK_EVEN = [
     for block in (16, 32, 64, 128)
     for tenths in range(1, 10)
 ]
-"""From which density on dense attention is faster, at each block size."""
+"""Cases that tell from which density on dense attention is faster, at each block size."""
 
 GROWTH = [
     *(Case(f"{2**k // 1024}k", "longformer", 64, 4, 16, 2**k, 64, WINDOW) for k in range(13, 18)),
     Case("1M, one head", "longformer", 64, 1, 1, 2**20, 64, WINDOW),
 ]
-"""Time over tokens where a window and one global block are all that a token sees."""
+"""Cases that tell how time grows with tokens where a window and one global block are all that a token sees."""
 
 IN_BERT: dict[str, Callable[[int], SparsityConfig]] = {
     name: next(case.config for case in TABLE if case.name == name)

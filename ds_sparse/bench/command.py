@@ -14,15 +14,11 @@ import torch
 
 from ..arguments import positive
 from .machine import DTYPES
+from .registry import SECONDS
 from .registry import operation as entry
 from .runs import without_json
 
 Case = TypeVar("Case")
-
-SECONDS = {"cpu": 60, "cuda": 60}
-"""The time after which no new round of a case begins, if an operation has no other."""
-
-BF16_ON_A_GPU = {"cpu": ["fp32"], "cuda": ["bf16"]}
 
 NO_FLOOR = (
     "A CPU has no floor: dense results of hundreds of megabytes get new memory at every call, which takes longer than "
@@ -72,7 +68,7 @@ def parse(operation: str, arguments: list[str], is_recorded: bool = False) -> ar
 
 
 def unwritable(path: str) -> str:
-    """Why no file can be written there; empty if one can."""
+    """Says why no file can be written there; empty if one can."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         return f"there is no folder {Path(path).parent}; make it first."
@@ -86,7 +82,7 @@ def unwritable(path: str) -> str:
 def add_shared(
     parser: argparse.ArgumentParser, dtypes: Mapping[str, list[str]], seconds: Mapping[str, int] = SECONDS
 ) -> None:
-    """The options of operations that time rounds, with the defaults of a device."""
+    """Adds the options of operations that time rounds, with the defaults of a device."""
     add_by_device(parser, "--dtype", listed(one_of(DTYPES)), ", ".join(DTYPES), dtypes)
     parser.add_argument("--repeats", type=positive, default=20, help="rounds; times are their medians (default: 20)")
     add_by_device(parser, "--seconds", positive, "no new round of a case after this long", seconds)
@@ -94,7 +90,7 @@ def add_shared(
 
 
 def add_device_and_json(parser: argparse.ArgumentParser) -> None:
-    """The options that all operations have."""
+    """Adds the options that all operations have."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
 
@@ -107,7 +103,7 @@ def add_by_device(
     defaults: Mapping[str, Any],
     in_words: str = "",
 ) -> None:
-    """An option with one default for each device. in_words: of the defaults, if not as they would be written."""
+    """Adds an option with one default for each device. in_words: of the defaults, if not as they would be written."""
     name = option.removeprefix("--").replace("-", "_")
     parser.set_defaults(by_device={**parser.get_default("by_device"), name: defaults})
     on_cpu, on_gpu = in_option(defaults["cpu"]), in_option(defaults["cuda"])
@@ -122,13 +118,13 @@ def add_peers(
     help: str = "",
     in_words: str = "",
 ) -> None:
-    """Peers by name; what a file names may be a peer of another program."""
+    """Adds the choice of peers; a file may name one of another program."""
     parser.set_defaults(known_peers=tuple(names))
     add_by_device(parser, "--peers", lambda text: text.split(","), f"{', '.join(names)}{help}", defaults, in_words)
 
 
 def add_sizes(parser: argparse.ArgumentParser, seq_len: str, heads: str) -> None:
-    """Sizes that are varied: each option takes a list."""
+    """Adds sizes that are varied: each option takes a list."""
     lists = {
         "--seq-len": (seq_len, "tokens"),
         "--heads": (heads, "of each sequence"),
@@ -140,7 +136,7 @@ def add_sizes(parser: argparse.ArgumentParser, seq_len: str, heads: str) -> None
 
 
 def add_cases(parser: argparse.ArgumentParser, grid: Iterable[Any], such_as: str) -> None:
-    """Which cases of a grid, by name."""
+    """Adds the choice of a grid's cases, by name."""
     parser.add_argument(
         "--cases",
         metavar="NAMES",
@@ -174,7 +170,7 @@ def require_half_precision(args: argparse.Namespace, whose: str) -> None:
 
 
 def in_option(value: object) -> str:
-    """A default as it would be written."""
+    """Writes a default as a user would."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -89,7 +89,7 @@ def block_mask(some: Tensor, full: Tensor, live: Live, side: int, lengths: tuple
 
 
 def lists(layout: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
-    """How many live blocks a row has, int32 (..., R), and their columns, ascending, int32 (..., R, width); the width is
+    """Counts of live blocks of a row, int32 (..., R), and their columns, ascending, int32 (..., R, width); the width is
     that of the longest row if it is not given, and what is beyond a row's end has no meaning."""
     counts = layout.sum(-1, dtype=torch.int32)
     width = max(1, int(counts.max())) if width is None else width

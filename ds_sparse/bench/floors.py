@@ -1,4 +1,4 @@
-"""What a job costs at least: its bytes and FLOPs over rates that no kernel of this machine passes.
+"""Floors of a job's time: its bytes and FLOPs over rates that no kernel of this machine passes.
 
 The rates of a copy, of a matrix product and of reads from L2 are measured; those of dense attention are the best known.
 """
@@ -30,7 +30,7 @@ LARGEST_TILE = 128
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel cannot do without: bytes from and to memory, FLOPs, and bytes from L2 to the SMs."""
+    """Work that a kernel cannot do without: bytes from and to memory, FLOPs, and bytes from L2 to the SMs."""
 
     nbytes: float
     flops: float
@@ -85,7 +85,7 @@ class Ceilings:
         return floors[bound], bound
 
     def attention_floor(self, work: Work, head_dim: int, direction: str) -> float:
-        """The same for attention on live blocks, which cannot be faster a FLOP than the best dense attention.
+        """Milliseconds that attention on live blocks needs, which is no faster a FLOP than the best dense attention.
 
         On other GPUs than the H100 and H200 that takes the share of a matrix product's rate that it takes there.
         """
@@ -136,16 +136,16 @@ class Size:
 
     @property
     def operand_bytes(self) -> int:
-        """Of query, key, value or output."""
+        """Bytes of query, key, value or output."""
         return self.token_bytes * self.seq_len
 
     @property
     def token_bytes(self) -> int:
-        """The same of one token, in all heads and sequences."""
+        """Bytes of one token of them, in all heads and sequences."""
         return self.batch * self.heads * self.head_dim * self.itemsize
 
     def attention(self, direction: str) -> Work:
-        """One kernel each way: query, key, value and output; those, their gradients, and five products for two.
+        """Work of one kernel each way: query, key, value and output; those, their gradients, and five products for two.
 
         Forward a tile of query rows loads key and value rows; backward one of keys and values those of queries and
         output gradients.
@@ -156,7 +156,7 @@ class Size:
 
 
 def kernels(size: Size, job: str, direction: str) -> list[Work]:
-    """Those of a job, by its dense competitor's name; each reads and writes every tensor once.
+    """Kernels of a job, by its dense counterpart's name; each reads and writes every tensor once.
 
     A product loads from L2 the dense rows that its tiles ask for, and its sparse operand; one with a sparse result may
     keep tiles of either operand at rest.

@@ -1,4 +1,4 @@
-"""How fast the SMs of a GPU read what its L2 cache holds, by a Triton kernel. Importing this needs Triton."""
+"""The rate at which the SMs of a GPU read its L2 cache, by a Triton kernel. Importing this needs Triton."""
 
 from __future__ import annotations
 

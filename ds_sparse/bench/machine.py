@@ -1,4 +1,4 @@
-"""What every benchmark needs of the machine: the time of a call, and what to say of it."""
+"""The machine: the time of a call, and the conditions that numbers depend on."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def time_of(
 def in_turns(
     runs: Mapping[Key, Callable[[], float]], repeats: int, seconds: float, title: str
 ) -> dict[Key, list[float]]:
-    """What each run gives in each round, the runs of a round one after the other: all meet the same machine.
+    """Calls the runs of a round one after the other, so that all meet the same machine; what each gives in each round.
 
     `repeats` rounds after one that does not count, or as many as begin within `seconds`, three at least.
     """
@@ -111,12 +111,12 @@ def in_turns(
 
 
 def in_three_digits(number: float) -> str:
-    """As many as mean something, but none left out before the point."""
+    """Writes as many digits as mean something, but leaves none out before the point."""
     return f"{number:#.3g}".rstrip(".") if number < 999.5 else f"{number:.0f}"
 
 
 def conditions(device: torch.device) -> dict[str, str]:
-    """What the numbers depend on besides the case."""
+    """Names what numbers depend on besides the case."""
     if device.type == "cuda":
         described = {"machine": torch.cuda.get_device_name(device), "driver": driver()}
     else:
@@ -131,7 +131,7 @@ def conditions(device: torch.device) -> dict[str, str]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Those of the packages that are installed, and of cuDNN, which PyTorch brings; nothing for no packages."""
+    """Versions of the packages that are installed, and of cuDNN, which PyTorch brings; nothing for no packages."""
     found = {}
     for package in packages:
         try:

@@ -28,7 +28,7 @@ from .layouts import LAYOUTS, make_layout
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits
 from .markdown import SHAPE, Table, also, beside_operation, has_floors, milliseconds, operations, over, percent
 from .references import random_tensors, require_same_meaning
-from .registry import Build, Density, Operation, Peer, Result, Row
+from .registry import Build, Operation, Peer, Result, Row
 from .text import columns, lacking_together
 
 DENSE = {
@@ -61,8 +61,8 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "heads": ([12], [4]),
     "batch": ([1], None),
 }
-"""What a CPU and a GPU are measured on. Without a batch it is what `SCORES_ON_A_GPU` has room for, one sequence at
-least."""
+"""Sizes that a CPU and a GPU are measured on. Without a batch it is as many sequences as `SCORES_ON_A_GPU` has room
+for, one at least."""
 
 DESCRIPTION = (
     "Verifies the operations against float64, then times them in turns beside dense PyTorch and, on a GPU, "
@@ -234,7 +234,7 @@ def loop(problem: Problem) -> Callable[..., Tensor]:
 
 
 def attention_by_block_rows(query: Tensor, key: Tensor, value: Tensor, layout: Tensor, block: int) -> Tensor:
-    """What a user writes without us: each block row against its gathered keys. layout: (R, C)."""
+    """Computes attention as a user writes it without us: each block row against its gathered keys. layout: (R, C)."""
     rows = []
     for row, live in enumerate(layout):
         tokens = live.repeat_interleave(block).nonzero().flatten()
@@ -385,7 +385,6 @@ OPERATION = Operation(
     dtypes={"cpu": ["fp32", "bf16"], "cuda": ["bf16"]},
     seconds={"cpu": 60, "cuda": 5},
     case=Case,
-    about=Density,
     problem=Problem,
     peers={
         **{name: ours(name) for name in DENSE},
@@ -400,7 +399,6 @@ OPERATION = Operation(
     options=options,
     cases=cases,
     names=names,
-    abouts=lambda problem, peers: Density(problem.size.density),
     numbers=lambda problem, peer, row, medians: over_floor(row, problem.size, problem.dtype, problem.device),
     lines=lines,
     summary=summary,

@@ -23,7 +23,7 @@ from ..ops import block_sparse_attention, window_attention
 from ..verify.accuracy import output_and_gradients
 from . import flex
 from .cases import BIGBIRD, STRUCTURES, WINDOW, in_k
-from .command import BF16_ON_A_GPU, add_cases, add_peers, chosen, require_half_precision
+from .command import add_cases, add_peers, chosen, require_half_precision
 from .documents import LONGEST, corpus_lengths, cu_seqlens_of, equal_lengths, places_of
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .markdown import Table, also, beside, milliseconds, numbers, over, pair, percent, ratio, spans
@@ -48,7 +48,7 @@ INDICES = 5
 OURS, UNPACKED, PADDED = "ds_sparse", "unpacked", "padded"
 
 ALWAYS = (OURS, UNPACKED)
-"""What every run measures: all others are compared with them."""
+"""Peers that every run measures: all others are compared with them."""
 
 DEFAULTS = {"cpu": [PADDED, "sdpa-padded", "sdpa-mask"], "cuda": [PADDED, "varlen", "flex"]}
 """Peers of a device."""
@@ -181,14 +181,14 @@ TABLE = [
     Case("bigbird-corpus-d128",   None, "bigbird",     64, False, 32768, 12, 128),
     Case("window-corpus-d128",    None, "window",      64, False, 32768, 12, 128),
 ]
-"""What is measured by default: documents of one length and such as real corpora have, in the structures that people
-configure; windows of 64 tokens on each side are ModernBERT's."""
+"""Cases that are measured by default: documents of one length and such as real corpora have, in the structures that
+people configure; windows of 64 tokens on each side are ModernBERT's."""
 # fmt: on
 
 
 @dataclass(frozen=True)
 class About:
-    """What a case comes to, beside its times.
+    """Facts of a case, beside its times.
 
     Attributes:
         documents, shortest, longest: how many there are, and tokens of the shortest and of the longest.
@@ -581,7 +581,6 @@ def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
 OPERATION = Operation(
     name="packed",
     description=DESCRIPTION,
-    dtypes=BF16_ON_A_GPU,
     case=Case,
     about=About,
     problem=Problem,

@@ -1,10 +1,10 @@
-"""Why something has no time: whoever does not take a case, is wrong or fails is named with the reason, in a line."""
+"""Reasons for a missing time: whoever does not take a case, is wrong or fails is named with one, in a line."""
 
 from __future__ import annotations
 
 
 class Unsupported(Exception):
-    """Why a peer does not take a case."""
+    """Says why a peer does not take a case."""
 
 
 def in_short(error: Exception) -> str:

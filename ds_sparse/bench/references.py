@@ -24,7 +24,7 @@ Piece = tuple[slice, "slice | Tensor", Tensor | None]
 
 
 def random_tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """The same numbers at every call on a device."""
+    """Draws the same numbers at every call on a device."""
     generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(count)]
 

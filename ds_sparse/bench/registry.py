@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,32 +20,20 @@ from .machine import DIRECTIONS
 if TYPE_CHECKING:
     from .markdown import Table
 
+BF16_ON_A_GPU = {"cpu": ["fp32"], "cuda": ["bf16"]}
+"""Dtypes that a device measures, if an operation has no others."""
+
+SECONDS = {"cpu": 60, "cuda": 60}
+"""The time after which no new round of a case begins, if an operation has no other."""
+
 MODULES: dict[str, str] = {}
 """Modules of operations that are not in this package."""
 
 
 def operation(name: str) -> Any:
-    """The `OPERATION` of a module: an `Operation`, or anything else that has what `Measurable` says."""
+    """The `OPERATION` of a module: an `Operation`, or anything else with its `add`, `measure`, `restore`, `report` and
+    `tables`."""
     return import_module(MODULES.get(name, f"{__package__}.{name}")).OPERATION
-
-
-class Measurable(Protocol):
-    """What the command line and `show` ask of an operation."""
-
-    def add(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the description and the options."""
-
-    def measure(self, args: argparse.Namespace, device: torch.device) -> int:
-        """Measures, prints, writes `args.json`, and returns the exit status."""
-
-    def restore(self, rows: Sequence[dict[str, Any]]) -> list[Any]:
-        """Results from the rows of a JSON; ValueError says what a row lacks."""
-
-    def report(self, results: Iterable[Any], args: argparse.Namespace) -> Iterator[Iterable[str]]:
-        """Paragraphs of lines, as results come."""
-
-    def tables(self, results: list[Any], args: argparse.Namespace) -> dict[str, Table]:
-        """Tables for a page, by name."""
 
 
 def as_given(x: Tensor) -> Tensor:
@@ -151,7 +139,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Density:
-    """What most cases come to: the live part of the scores."""
+    """The live part of a case's scores, which is all that most operations say of it."""
 
     density: float
 
@@ -187,27 +175,27 @@ class Operation:
 
     name: str
     description: str
-    dtypes: Mapping[str, list[str]]
     case: type
-    about: type
     problem: Callable[[Any, torch.device, argparse.Namespace], Any]
     peers: dict[str, Build]
     ours: tuple[str, ...]
     options: Callable[[argparse.ArgumentParser], None]
     cases: Callable[[argparse.Namespace], list[Any]]
     names: Callable[[argparse.Namespace], list[str]]
-    abouts: Callable[[Any, Mapping[str, Peer]], Any]
     numbers: Numbers
     lines: Callable[[list[Result]], Iterator[str]]
-    summary: Callable[[list[Result], argparse.Namespace], Iterator[Iterable[str]]]
     pages: Callable[[list[Result], argparse.Namespace], dict[str, Table]]
     fields: tuple[str, ...]
+    summary: Callable[[list[Result], argparse.Namespace], Iterable[Iterable[str]]] = lambda results, args: ()
+    about: type = Density
+    abouts: Callable[[Any, Mapping[str, Peer]], Any] = lambda problem, peers: Density(problem.size.density)
+    dtypes: Mapping[str, list[str]] = field(default_factory=lambda: BF16_ON_A_GPU)
     key: str = "peer"
     directions: tuple[str, ...] = DIRECTIONS
     trains: bool = False
     shape: Callable[[Any], Hashable] | None = None
     rates: bool = False
-    seconds: Mapping[str, int] = field(default_factory=lambda: {"cpu": 60, "cuda": 60})
+    seconds: Mapping[str, int] = field(default_factory=lambda: SECONDS)
     packages: list[str] = field(default_factory=list)
 
     def add(self, parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,6 @@ from .floors import Ceilings
 from .registry import Operation, Result, Row
 
 Kind = TypeVar("Kind")
-Other = TypeVar("Other")
 Fields = dict[str, Any]
 """A row of the JSON: a case's fields, and what was measured of one peer in one direction."""
 
@@ -129,16 +128,6 @@ def restore(operation: Operation, rows: Sequence[Fields]) -> list[Result]:
 
     groups = groupby(rows, key=of_case)
     return [Result(case, about, [measured(row) for row in group]) for (case, about), group in groups]
-
-
-def rows_by_case(case: type[Kind], row: type[Other], rows: Iterable[Fields]) -> list[tuple[Kind, list[Other]]]:
-    """Cases, each with what was measured in it.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-    groups = groupby(rows, key=functools.partial(restored, case))
-    return [(of, [restored(row, fields) for fields in group]) for of, group in groups]
 
 
 def restored(kind: type[Kind], row: Mapping[str, Any]) -> Kind:

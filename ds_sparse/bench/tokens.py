@@ -50,7 +50,7 @@ MEMORY = 4 << 30
 OURS, DENSE, SDPA, TORCH_SPARSE, FLEX, LOOP = "sparse_attn", "masked", "sdpa", "torch.sparse", "flex", "C++ loop"
 
 SHOWN = (OURS, TORCH_SPARSE, SDPA, FLEX, LOOP)
-"""What a table for a page has a column of, as far as it was measured."""
+"""Steps that a table for a page has a column of, as far as they were measured."""
 
 DESCRIPTION = (
     "The steps from dense attention to sparse_attn over token pairs, which all heads share: each is verified "
@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a case comes to: pairs of one head."""
+    """Facts of a case: pairs of one head."""
 
     pairs: int
 
@@ -113,7 +113,7 @@ PATTERNS: dict[str, Callable[[int, float], Tensor]] = {
     "window-16": partial(window_mask, 16),
     "window-64": partial(window_mask, 64),
 }
-"""How pairs lie: from tokens and a density to bool (T, T)."""
+"""Patterns of pairs: from tokens and a density to bool (T, T)."""
 
 
 class Problem(AttentionProblem):

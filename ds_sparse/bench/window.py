@@ -4,7 +4,7 @@ windowed attention."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -25,12 +25,12 @@ from .floors import Size, over_floor
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .markdown import SHAPE, Table, also, beside_operation, has_floors, operations
 from .references import random_tensors, require_same_meaning
-from .registry import Build, Density, Operation, Peer, Result, Row
+from .registry import Build, Operation, Peer, Result, Row
 from .text import columns, lacking_together
 
 VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
-"""What outputs and gradients of our operations are verified on, since the reference is dense and in float64; windows
-are the same all along the sequence."""
+"""Sizes that outputs and gradients of our operations are verified on, since the reference is dense and in float64;
+windows are the same all along the sequence."""
 
 VERIFIED_ROWS = 128
 """Neighbouring rows at the beginning, in the middle and at the end that all attention is verified on at full length."""
@@ -49,7 +49,7 @@ DENSE = {
 """Our operations, and who does the same job densely."""
 
 OTHERS = {"sdpa-mask": "SDPA band mask", "chunks": "sliding chunks", "flex": "FlexAttention"}
-"""What else computes windowed attention: name on the command line, and in the table."""
+"""Other ways to windowed attention: name on the command line, and in the table."""
 
 DESCRIPTION = (
     "Verifies the operations of windows against float64, then times them in turns beside dense PyTorch and other "
@@ -169,7 +169,7 @@ def our_operations(case: Case, tokens: int, device: torch.device) -> dict[str, C
 
 
 def their_meaning(case: Case) -> dict[str, Callable[..., Tensor]]:
-    """The same operations from `ds_sparse.reference`."""
+    """Our operations as `ds_sparse.reference` has them."""
     window, scale = case.window, case.scale
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -213,8 +213,8 @@ def band_mask(problem: Problem) -> Callable[..., Tensor]:
 
 
 def sliding_chunks(problem: Problem) -> Callable[..., Tensor]:
-    """What a user writes without us, after Longformer's PyTorch version: chunks of queries as long as the window, each
-    against the three chunks of keys that its windows are in."""
+    """Windows as a user writes them without us, after Longformer's PyTorch version: chunks of queries as long as the
+    window, each against the three chunks of keys that its windows are in."""
     case, device = problem.case, problem.device
     tokens, side = case.seq_len, max(1, case.window)
     rest = -tokens % side
@@ -285,10 +285,6 @@ def lines(results: list[Result]) -> Iterator[str]:
     yield from lacking_together(result)
 
 
-def summary(results: list[Result], args: argparse.Namespace) -> Iterator[Iterable[str]]:
-    return iter(())
-
-
 def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
     dtypes = [result.case.dtype for result in results]
     start: dict[str, Callable[[Result], str]] = {
@@ -311,7 +307,6 @@ OPERATION = Operation(
     description=DESCRIPTION,
     dtypes={"cpu": ["fp32", "bf16"], "cuda": ["fp32", "bf16"]},
     case=Case,
-    about=Density,
     problem=Problem,
     peers={
         **{name: ours(name) for name in DENSE},
@@ -327,10 +322,8 @@ OPERATION = Operation(
     options=options,
     cases=cases,
     names=names,
-    abouts=lambda problem, peers: Density(problem.case.density),
     numbers=lambda problem, peer, row, medians: over_floor(row, problem.size, problem.dtype, problem.device),
     lines=lines,
-    summary=summary,
     pages=pages,
     key="name",
     fields=("dense", "to_dense", "floor_ms", "to_floor", "bound"),

@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What the cases of a variant are made of.
+    """Sizes and numbers that the cases of a variant are made of.
 
     Attributes:
         batch, heads, tokens: B, H and T.
@@ -54,7 +54,7 @@ class Setting(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Of half of the variants."""
+        """Half of the variants are causal."""
         return (self.block.bit_length() + self.variant.head_dim // 8) % 2 == 0
 
     def attended(self) -> dict[str, Tensor]:

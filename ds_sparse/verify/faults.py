@@ -18,16 +18,16 @@ from .torch_settings import cpu_threads, poisoned_memory
 from .variants import Variant
 
 LEAST_ERRORS = {torch.float64: 1e-12, torch.float32: 2**-19}
-"""Of the results, that are allowed at any rate: in float32 some 30 roundings, as sums of 1,000 terms have one after the
-other, where PyTorch adds pairwise; in float64 PyTorch's result is the exact one."""
-
+"""Relative errors of results that are allowed at any rate: in float32 some 30 roundings, as sums of 1,000 terms have
+one after the other, where PyTorch adds pairwise; in float64 PyTorch's result is the exact one."""
 
 PART = 64
-"""Tokens. Of fewer, the first of a causal mask have gradients that cancel, and errors as if they had not."""
+"""Tokens that are judged together. Of fewer, the first of a causal mask have gradients that cancel, and errors as if
+they had not."""
 
 
 class Outcome(NamedTuple):
-    """wrong: what is, in a sentence; "" if nothing is."""
+    """wrong: a sentence of what is wrong; "" if nothing is."""
 
     variant: Variant
     seed: int
@@ -54,7 +54,7 @@ def verify(variants: Iterable[Variant], device: torch.device, seed: int, repeats
 
 
 def fault(variant: Variant, device: torch.device, seed: int, repeats: int, busy: Busy) -> str:
-    """What is wrong with a variant, forward or backward, in a sentence; "" if nothing is."""
+    """Says what is wrong with a variant, forward or backward; "" if nothing is."""
     try:
         case = case_of(variant, device, seed)
         grads = _random_grads(case, seed)
@@ -88,7 +88,7 @@ def _names(case: Case, grads: Sequence[Tensor]) -> list[str]:
 
 
 def _random_grads(case: Case, seed: int) -> list[Tensor]:
-    """One for each result, as large as they are."""
+    """Gradients for each result, as large as they are."""
     with torch.no_grad():
         results = case.call(*case.operands.values())
     rng = torch.Generator(results[0].device).manual_seed(seed + 1)
@@ -122,7 +122,7 @@ def _require_its_meaning(variant: Variant, case: Case, grads: Sequence[Tensor], 
 
 
 def _parts(x: Tensor, block: int) -> int:
-    """How many parts are judged alone: of each sequence and head, `PART` tokens; of sparse values, a block."""
+    """Number of parts that are judged alone: of each sequence and head, `PART` tokens; of sparse values, a block."""
     outer = x.shape[0] * x.shape[1]
     if x.dim() < 4 or x.shape[2] == block:
         return outer

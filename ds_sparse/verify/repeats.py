@@ -1,4 +1,4 @@
-"""The same call again and again while memory is busy: results have to be the same bits.
+"""Repeats a call while memory is busy: results have to be the same bits.
 
 A race that shows once in a thousand calls passes a comparison; it shows here. On a GPU another stream copies all the
 while; on the CPU other threads make the same call.
@@ -16,7 +16,7 @@ from torch import Tensor
 from .torch_settings import cpu_threads
 
 THREADS = 3
-"""That make the same call, on the CPU."""
+"""Threads that make the same call, on the CPU."""
 
 COPIED = 2**28
 """Bytes that keep a GPU's memory busy."""

@@ -26,7 +26,7 @@ def poisoned_memory() -> AbstractContextManager[None]:
 
 @contextmanager
 def cpu_threads(number: int) -> Iterator[None]:
-    """So many for an operation: for small tensors one is fastest, above all beside other work."""
+    """Sets the number of threads of an operation: for small tensors one is fastest, above all beside other work."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

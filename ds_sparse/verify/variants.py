@@ -12,7 +12,7 @@ from ..dispatch.implementations import ALL_DTYPES, LIMITS
 
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
 ONE_BLOCK, ONE_HEAD_DIM = (64,), (64,)
-"""Of operations that no block, or no head size, makes another kernel of."""
+"""Sizes for operations that no block, or no head size, makes another kernel of."""
 
 CHOSEN_BY = {
     "block_sparse_attention": "block_sparse_attention",
