@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.models import bert_results, modernbert_results
+from benchmarks.models.attentions import DENSE_IN_BERT, EAGER, LONGFORMER_MODEL, STRUCTURES_IN_BERT
 from benchmarks.models.longest_sequence import Longest
 from benchmarks.train import results as train_results
 from ds_sparse.bench import markdown
-from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, LONGFORMER_MODEL, STRUCTURES_IN_BERT
 
 from .tables import RESULTS, TRAINING, results_of, trained, tries_of
 

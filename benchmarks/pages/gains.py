@@ -12,8 +12,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from benchmarks.models import bert_results, modernbert_results
+from benchmarks.models.attentions import FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from benchmarks.train import results as train_results
-from ds_sparse.bench.cases import FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 
 from .claims import (
     DNA,
