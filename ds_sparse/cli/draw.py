@@ -4,7 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import positive
@@ -15,7 +16,6 @@ from ..sparsity.declarations import declared_value
 if TYPE_CHECKING:
     from ..config import LayerStructures
     from ..drawing import Sheet
-    from ..layout_rows import LayoutRows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,29 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Structure:
-    """A structure to draw.
-
-    Attributes:
-        file: that has it.
-        name: the layers that have it; "" for all, or for the one that was asked for.
-    """
-
-    file: str
-    name: str
-    structure: SparsityConfig
-
-    @property
-    def mode(self) -> str:
-        from ..config import mode_of
-
-        return f"mode {mode_of(type(self.structure))}"
-
-    def rows(self, seq_len: int) -> LayoutRows:
-        return self.structure.make_rows(rounded_up(seq_len, self.structure.block))
-
-
 def run(args: argparse.Namespace) -> int:
     from ..drawing import PAGES, PICTURES, require_writable
 
@@ -68,13 +45,13 @@ def run(args: argparse.Namespace) -> int:
         if args.out is not None and not is_page and len(args.files) > 1:
             raise ValueError(f"{args.out}: a picture is of one file; a page, .html, has several.")
         read = {file: _read(args, file) for file in args.files}
-        structures = [found for file in read for found in _structures(args, file, read[file])]
+        sheets = [sheet for file in read for sheet in _sheets(args, file, read[file])]
         if is_page:
-            _save_page(args, structures, read)
+            _save_page(args, sheets, read)
         elif args.out is not None:
-            _save_pictures(args, structures)
+            _save_pictures(args, sheets)
         else:
-            _print(args, structures)
+            _print(args, sheets)
     except (ValueError, ImportError, MemoryError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -90,75 +67,69 @@ def _read(args: argparse.Namespace, file: str) -> LayerStructures:
     return read_block(block, args.heads, source=file, seq_len=args.seq, whole=False)
 
 
-def _structures(args: argparse.Namespace, file: str, read: LayerStructures) -> Iterator[Structure]:
-    """What to draw of a file."""
+def _sheets(args: argparse.Namespace, file: str, read: LayerStructures) -> Iterator[Sheet]:
+    """What to draw of a file, by the layers that have it: none for all, or for the one that was asked for."""
     if args.layer is not None:
         of_layer = read.of(args.layer)
         if of_layer is None:
             raise ValueError(f"{file}: layer {args.layer} is null, dense without blocks; there is no layout.")
-        yield Structure(file, "", of_layer)
+        yield _sheet(args, file, "", of_layer)
         return
-    yield Structure(file, "other layers" if read.entries else "", read.others)
+    yield _sheet(args, file, "other layers" if read.entries else "", read.others)
     for key, structure in read.entries.items():
         if structure is not None:
-            yield Structure(file, f"layers {key}", structure)
+            yield _sheet(args, file, f"layers {key}", structure)
 
 
-def _print(args: argparse.Namespace, structures: list[Structure]) -> None:
+def _sheet(args: argparse.Namespace, file: str, name: str, structure: SparsityConfig) -> Sheet:
+    from ..config import mode_of, sparse_attention_block
+    from ..drawing import Sheet
+
+    about: dict[str, Any] = {"mode": mode_of(type(structure)), "block": structure.block}
+    with suppress(ValueError):  # a class of a user's that does not keep what it was made from
+        about = sparse_attention_block(structure)
+    rows = structure.make_rows(rounded_up(args.seq, structure.block))
+    causal = declared_value(structure, "causal")
+    return Sheet(file, name, rows, structure.block, args.heads, causal, args.head, about)
+
+
+def _print(args: argparse.Namespace, sheets: list[Sheet]) -> None:
     from ..drawing import draw
 
-    for one in structures:
-        heading = [one.file] if len(args.files) > 1 else []
-        if one.name:
-            heading.append(one.name)
+    for sheet in sheets:
+        heading = [sheet.file] if len(args.files) > 1 else []
+        if sheet.name:
+            heading.append(sheet.name)
         if heading:
-            print(f"{', '.join(heading)}: {one.mode}")
-        print(draw(one.rows(args.seq), one.structure.block, args.width, args.head))
+            print(f"{', '.join(heading)}: mode {sheet.about['mode']}")
+        print(draw(sheet.rows, sheet.block, args.width, args.head))
 
 
-def _save_pictures(args: argparse.Namespace, structures: list[Structure]) -> None:
+def _save_pictures(args: argparse.Namespace, sheets: list[Sheet]) -> None:
     from ..drawing import save_drawing
 
-    for one in structures:
-        out = _named(args.out, one.name)
-        title = ", ".join(filter(None, [os.path.basename(one.file), one.name, one.mode]))
-        save_drawing(one.rows(args.seq), one.structure.block, out, title, args.head)
-        print(f"{one.file}: drawn to {out}.")
+    for sheet in sheets:
+        out = _named(args.out, sheet.name)
+        title = ", ".join(filter(None, [os.path.basename(sheet.file), sheet.name, f"mode {sheet.about['mode']}"]))
+        save_drawing(sheet.rows, sheet.block, out, title, args.head)
+        print(f"{sheet.file}: drawn to {out}.")
 
 
-def _save_page(args: argparse.Namespace, structures: list[Structure], read: dict[str, LayerStructures]) -> None:
+def _save_page(args: argparse.Namespace, sheets: list[Sheet], read: dict[str, LayerStructures]) -> None:
     from ..drawing import save_page
     from ..wording import listed
 
-    names = listed((os.path.basename(file) for file in args.files), "and")
-    dense = (
-        []
-        if args.layer is not None
-        else [
-            f"{os.path.basename(file)}: layers {key} are null, the model's own dense attention, and have no layout."
-            for file, structures_of in read.items()
-            for key, structure in structures_of.entries.items()
-            if structure is None
-        ]
-    )
-    save_page([_sheet(args, one) for one in structures], args.out, f"{names} at {args.seq:,} tokens", dense)
+    short = {file: os.path.basename(file) for file in args.files}
+    dense = [
+        f"{short[file]}: layers {key} are null, the model's own dense attention, and have no layout."
+        for file, structures in read.items()
+        for key, structure in structures.entries.items()
+        if structure is None and args.layer is None
+    ]
+    if len({*short.values()}) == len(args.files):
+        sheets = [replace(sheet, file=short[sheet.file]) for sheet in sheets]
+    save_page(sheets, args.out, f"{listed(short.values(), 'and')} at {args.seq:,} tokens", dense)
     print(f"{listed(args.files, 'and')}: drawn to {args.out}.")
-
-
-def _sheet(args: argparse.Namespace, one: Structure) -> Sheet:
-    from ..config import sparse_attention_block
-    from ..drawing import Sheet
-
-    structure = one.structure
-    about: dict[str, Any]
-    try:
-        about = sparse_attention_block(structure)
-    except ValueError:  # a class of a user's that does not keep what it was made from
-        about = {"mode": one.mode.removeprefix("mode "), "block": structure.block}
-    rows = one.rows(args.seq)
-    name = os.path.basename(one.file) if len({*map(os.path.basename, args.files)}) == len(args.files) else one.file
-    causal = declared_value(structure, "causal")
-    return Sheet(name, one.name, rows, structure.block, args.heads, causal, args.head, about)
 
 
 def _named(path: str, layers: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..arguments import positive
 
 if TYPE_CHECKING:
-    from ..plan.rates import Rates
+    from ..plan.plan import Plan
 
 AUTO, HERE, H200 = "auto", "here", "h200"
 
@@ -70,33 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
-    from ..config import load_config
-    from ..plan.model import find_model
-    from ..plan.plan import make_plan
-    from ..plan.rates import committed_rates
-    from ..plan.settings import read_settings
     from ..plan.text import as_json, printed
 
     try:
-        if args.dropout is not None and not 0 <= args.dropout < 1:
-            raise ValueError(f"--dropout {args.dropout:g}: wanted a number from 0 to below 1.")
-        if args.memory is not None and not args.memory > 0:
-            raise ValueError(f"--memory {args.memory:g}: wanted GiB above 0.")
-        model = find_model(args.model, args.model_type, dropout=args.dropout, attention_dropout=args.dropout)
-        deepspeed, block = load_config(args.file)
-        settings = read_settings(
-            deepspeed, args.file, args.micro_batch, args.gpus, args.dtype, args.checkpoint_activations
-        )
-        plan = partial(make_plan, block, args.file, model, settings)
-        gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-        if _measures(args, gpu):
-            _require_dtype(settings.dtype, "fp32" if gpu is None else "bf16", "this CPU" if gpu is None else gpu.name)
-            plan(committed_rates(), args.seq, args.document_tokens)  # what is wrong is said before anything is measured
-        rates = _rates(args, gpu)
-        _require_dtype(settings.dtype, "fp32" if rates.itemsize == 4 else "bf16", rates.machine)
-        made = plan(rates, args.seq, args.document_tokens, _memory(args, gpu, rates))
+        block, made = _made(args)
     except (ValueError, ImportError, OSError, MemoryError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -106,41 +83,48 @@ def run(args: argparse.Namespace) -> int:
     return 1 if made.fits is False else 0
 
 
-def _measures(args: argparse.Namespace, gpu: Any) -> bool:
-    """Whether rates are measured now; `gpu` has the properties of the GPU that is here, or is None."""
+def _made(args: argparse.Namespace) -> tuple[dict[str, Any] | None, Plan]:
+    """The block of the file, and the plan."""
+    import torch
+
+    from ..config import load_config
+    from ..plan.model import find_model
+    from ..plan.plan import make_plan
     from ..plan.rates import H200 as COMMITTED
+    from ..plan.rates import MEMORY_GIB, committed_rates
+    from ..plan.settings import read_settings
 
-    return not args.rates and (args.on == HERE or (args.on == AUTO and gpu is not None and gpu.name != COMMITTED))
-
-
-def _rates(args: argparse.Namespace, gpu: Any) -> Rates:
-    from ..plan.fitting import from_files, rates_of
-    from ..plan.rates import H200 as COMMITTED
-    from ..plan.rates import committed_rates
-
+    if args.dropout is not None and not 0 <= args.dropout < 1:
+        raise ValueError(f"--dropout {args.dropout:g}: wanted a number from 0 to below 1.")
+    if args.memory is not None and not args.memory > 0:
+        raise ValueError(f"--memory {args.memory:g}: wanted GiB above 0.")
+    model = find_model(args.model, args.model_type, dropout=args.dropout, attention_dropout=args.dropout)
+    deepspeed, block = load_config(args.file)
+    settings = read_settings(deepspeed, args.file, args.micro_batch, args.gpus, args.dtype, args.checkpoint_activations)
+    plan = partial(make_plan, block, args.file, model, settings)
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     if args.rates:
-        return rates_of(from_files(args.rates))
-    if _measures(args, gpu):
+        from ..plan.fitting import from_files, rates_of
+
+        rates = rates_of(from_files(args.rates))
+    elif args.on == HERE or (args.on == AUTO and gpu is not None and gpu.name != COMMITTED):
         from ..plan.measure import measured_rates
 
         name = "this CPU" if gpu is None else gpu.name
+        _require_dtype(settings.dtype, "fp32" if gpu is None else "bf16", name)
+        plan(committed_rates(), args.seq, args.document_tokens)  # what is wrong is said before anything is measured
         why = "" if args.on == HERE else f"Rates of {name} do not come with ds_sparse. "
         print(f"{why}Measuring those of {name}, which takes some minutes ...", file=sys.stderr)
-        return measured_rates("cpu" if gpu is None else "cuda")
-    if gpu is None and args.on == AUTO:
-        print(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.", file=sys.stderr)
-    return committed_rates()
-
-
-def _memory(args: argparse.Namespace, gpu: Any, rates: Rates) -> float | None:
-    """GiB of the GPU that the rates are of; None where they are not known."""
-    from ..plan.rates import MEMORY_GIB
-
-    if args.memory is not None:
-        return args.memory
-    if gpu is not None and gpu.name == rates.machine:
-        return gpu.total_memory / 2**30
-    return MEMORY_GIB.get(rates.machine)
+        rates = measured_rates("cpu" if gpu is None else "cuda")
+    else:
+        if gpu is None and args.on == AUTO:
+            print(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.", file=sys.stderr)
+        rates = committed_rates()
+    _require_dtype(settings.dtype, "fp32" if rates.itemsize == 4 else "bf16", rates.machine)
+    memory = args.memory or MEMORY_GIB.get(rates.machine)
+    if args.memory is None and gpu is not None and gpu.name == rates.machine:
+        memory = gpu.total_memory / 2**30
+    return block, plan(rates, args.seq, args.document_tokens, memory)
 
 
 def _require_dtype(dtype: str, of_rates: str, machine: str) -> None:

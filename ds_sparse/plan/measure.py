@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from ..bench import command
 from ..bench.cases import IN_BERT
-from ..bench.machine import conditions, in_turns, timed
+from ..bench.machine import DTYPES, conditions, in_turns, timed
 from ..extras import optional_imports
 from ..models.sparsify import sparsify
 from .fitting import DENSE_IN_BERT, LABELLED, NO_ATTENTION, BertStep, bert_model, from_files, rates_of
+from .limits import TOKENS_MEASURED
+from .operations import FP32, ITEM
 from .rates import Rates
 
 CASES = {
@@ -29,19 +31,20 @@ CASES = {
     "bigbird-64-d128,longformer-64-d128,longformer-128-d128",
     "cpu": "fixed-16,longformer-16,longformer-128",
 }
-"""Of the table of `ds_sparse bench attention`: small and large blocks, few and many of them."""
+"""Cases of `ds_sparse bench attention`: small and large blocks, few and many of them."""
 
 SHORT = {
     "cuda": ["--repeats", "3", "--seconds", "1", "--peers", "ds_sparse,cudnn"],
     "cpu": ["--repeats", "1", "--seconds", "1", "--peers", "ds_sparse,sdpa"],
 }
 
+LENGTHS = {"cuda": (8192, 16384), "cpu": (1024,)}
+"""Tokens of a sequence in steps of BERT."""
+
 SPARSE = "longformer-64"
 """The structure of sparse steps of BERT."""
 
-LENGTHS = {"cuda": (8192, 16384), "cpu": (1024,)}
-TOKENS = {"cuda": 32768, "cpu": 2048}
-"""Tokens of a step of BERT."""
+_VALUE = "ds_sparse_plan_value"
 
 
 def measured_rates(device: str) -> Rates:
@@ -64,7 +67,7 @@ def measured_rates(device: str) -> Rates:
             raise ValueError("ds_sparse bench attention failed here, so that there are no rates for a plan.")
         results = from_files([file])
         for seq_len in LENGTHS[device]:
-            results.bert.extend(_timed(device, list(_steps(device, seq_len))))
+            results.bert.extend(_timed(steps_of_bert(device, seq_len)))
         for step in results.bert:
             logits = "all tokens" if step.predicts_all else "labelled tokens"
             said = f"{step.seq_len:,} tokens, dropout {step.dropout:g}, logits of {logits}, attention {step.attention}"
@@ -74,38 +77,31 @@ def measured_rates(device: str) -> Rates:
     return replace(rates_of(results), sources=tuple(f"measured here: {source}" for source in sources))
 
 
-def _steps(device: str, seq_len: int) -> Iterator[BertStep]:
-    """Steps without attention, with dense and with sparse; with logits of labelled tokens alone; with dropout."""
-    for (dropout, predicts_all), attention in product(
-        ((0.0, True), (0.0, False), (0.1, True)), (NO_ATTENTION, DENSE_IN_BERT, SPARSE)
-    ):
-        yield BertStep(
-            seq_len,
-            dropout,
-            "bf16" if device == "cuda" else "fp32",
-            device,
-            max(1, TOKENS[device] // seq_len),
-            attention,
-            predicts_all=predicts_all,
-        )
+def steps_of_bert(device: str, seq_len: int) -> list[BertStep]:
+    """Steps without attention, with dense and with sparse: as they are, with logits of labelled tokens alone, with
+    dropout."""
+    dtype, tokens = ("bf16", TOKENS_MEASURED[ITEM]) if device == "cuda" else ("fp32", TOKENS_MEASURED[FP32])
+    kinds, attentions = ((0.0, True), (0.0, False), (0.1, True)), (NO_ATTENTION, DENSE_IN_BERT, SPARSE)
+    return [
+        BertStep(seq_len, dropout, dtype, device, max(1, tokens // seq_len), attention, predicts_all=predicts_all)
+        for (dropout, predicts_all), attention in product(kinds, attentions)
+    ]
 
 
-def _timed(device: str, steps: list[BertStep]) -> list[BertStep]:
+def _timed(steps: list[BertStep]) -> list[BertStep]:
     """The steps, each with the median of a few rounds in turns."""
-    calls = {number: _call(step) for number, step in enumerate(steps)}
-    for call in calls.values():
-        call()
-    rounds = {number: partial(timed, call, torch.device(device), 1) for number, call in calls.items()}
+    device = torch.device(steps[0].device)
+    rounds = {number: partial(timed, call_of(step), device, 1) for number, step in enumerate(steps)}
     times = in_turns(rounds, 3, 1, f"{steps[0].seq_len} tokens")
     return [replace(step, milliseconds=statistics.median(times[number])) for number, step in enumerate(steps)]
 
 
-def _call(step: BertStep) -> Callable[[], None]:
+def call_of(step: BertStep) -> Callable[[], None]:
     """Forward and backward of Transformers' BERT, with parameters in the dtype of the step."""
     from transformers import AttentionInterface, BertConfig, BertForMaskedLM
 
     AttentionInterface.register(_VALUE, _value)
-    own, device = bert_model(step.device, step.dropout), torch.device(step.device)
+    own = bert_model(step.device, step.dropout)
     config = BertConfig(
         vocab_size=own.vocabulary,
         hidden_size=own.hidden,
@@ -117,8 +113,8 @@ def _call(step: BertStep) -> Callable[[], None]:
         attention_probs_dropout_prob=own.attention_dropout,
         attn_implementation=_VALUE if step.attention == NO_ATTENTION else "sdpa",
     )
-    with device:
-        model = BertForMaskedLM(config).to(torch.bfloat16 if step.dtype == "bf16" else torch.float32).train()
+    with torch.device(step.device):
+        model = BertForMaskedLM(config).to(DTYPES[step.dtype]).train()
         tokens = torch.randint(own.vocabulary, (step.batch, step.seq_len))
         labels = tokens.masked_fill(torch.rand(tokens.shape) >= LABELLED, -100)
     if step.attention == SPARSE:
@@ -129,16 +125,12 @@ def _call(step: BertStep) -> Callable[[], None]:
         if step.predicts_all:
             loss = model(input_ids=tokens, labels=labels).loss
         else:
-            hidden = model.base_model(input_ids=tokens).last_hidden_state.flatten(0, 1)
-            logits = model.cls(hidden[labelled])
-            loss = torch.nn.functional.cross_entropy(logits, labels.flatten()[labelled])
+            hidden = model.base_model(input_ids=tokens).last_hidden_state.flatten(0, 1)[labelled]
+            loss = torch.nn.functional.cross_entropy(model.cls(hidden), labels.flatten()[labelled])
         loss.backward()
         model.zero_grad(set_to_none=True)
 
     return call
-
-
-_VALUE = "ds_sparse_plan_value"
 
 
 def _value(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

@@ -29,7 +29,7 @@ def measured(monkeypatch):
             json.dump(run, file)
         return 0
 
-    def timed(device, steps):
+    def timed(steps):
         asked.append(steps)
         return [replace(step, milliseconds=10.0 + len(step.attention) + step.dropout) for step in steps]
 
@@ -65,8 +65,8 @@ def test_a_step_is_that_of_the_model_that_is_counted(number, monkeypatch):
         zeroed(model, set_to_none)
 
     monkeypatch.setattr(transformers.BertForMaskedLM, "zero_grad", zero_grad)
-    step = replace(list(measure._steps("cpu", 1024))[number], batch=1)
-    measure._call(step)()
+    step = replace(measure.steps_of_bert("cpu", 1024)[number], batch=1)
+    measure.call_of(step)()
     (model,) = made
     assert bool(without) == (step.attention == "none") and all(".query" in x or ".key" in x for x in without)
     assert sum(x.numel() for x in model.parameters()) == bert_model("cpu").parameters(1024)
