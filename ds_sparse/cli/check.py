@@ -159,22 +159,18 @@ def _about(structure: SparsityConfig, at: str, result: Result, args: argparse.Na
             f"{at}.seed: not given: each run draws random blocks of its own, one layout on all its ranks. Set "
             '"seed" to have the same layout in every run.'
         )
-    measured = None
+    found: dict[str, Any] = {"mode": mode_of(type(structure)), "block": structure.block, "density": None}
     if args.seq is not None or not args.block_only:
-        measured = _measure(structure, args.seq or _USUAL_LENGTH, at, result)
-    return {"mode": mode_of(type(structure)), "block": structure.block, "density": measured}
+        from ..layout import density
 
-
-def _measure(structure: SparsityConfig, seq_len: int, at: str, result: Result) -> float | None:
-    from ..layout import density
-
-    try:
-        measured, result.seq_len = density(structure.make_bool_layout(rounded_up(seq_len, structure.block))), seq_len
-    except STRUCTURE_ERRORS as error:
-        # Only at the length that nobody asked for: the reader has tried the other.
-        result.notices.append(f"{at}: no layout at {seq_len} tokens ({reason(error)}).")
-        return None
-    return measured
+        seq_len = args.seq or _USUAL_LENGTH
+        try:
+            found["density"] = density(structure.make_bool_layout(rounded_up(seq_len, structure.block)))
+            result.seq_len = seq_len
+        except STRUCTURE_ERRORS as error:
+            # Only at the length that nobody asked for: the reader has tried the other.
+            result.notices.append(f"{at}: no layout at {seq_len} tokens ({reason(error)}).")
+    return found
 
 
 def _check_rest(loaded: LoadedConfig, result: Result) -> None:

@@ -85,26 +85,8 @@ def test_the_same_layout_gives_the_same_file(tmp_path):
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [("layout.htm", "drawn as .html, got"), ("missing/layout.html", "there is no folder .*missing. Make it first")],
-)
-def test_what_cannot_be_written_is_refused_before_anything_is_made(tmp_path, name, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        save_page([Sheet("", "", LayoutRows(1, 9, 9, None), 16, 1)], tmp_path / name, "a title")
-
-
 def test_what_is_too_large_for_a_browser_is_a_sentence_and_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "_MOST", 100)
     with pytest.raises(ValueError, match="too much for a browser. Draw one head"):
         save_page([sheet_of(BigBirdSparsityConfig(2, seed=1))], tmp_path / "a.html", "a title")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_write_that_fails_is_a_sentence(monkeypatch, tmp_path):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("builtins.open", full)
-    with pytest.raises(ValueError, match="layout.html cannot be written: No space left on device"):
-        save_page([sheet_of(BigBirdSparsityConfig(1))], tmp_path / "layout.html", "a title")

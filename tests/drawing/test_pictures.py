@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sparse.drawing import draw, pictures, save_drawing, takes_ascii_only
+from ds_sparse.drawing import Sheet, draw, pictures, save_drawing, save_page, takes_ascii_only
 from ds_sparse.layout_rows import LayoutRows
 from ds_sparse.sparsity import BigBirdSparsityConfig, FixedSparsityConfig
 
@@ -192,29 +192,43 @@ def test_the_title_is_above_the_panels_and_not_over_them():
     assert all(axes.get_tightbbox().y1 <= title.y0 for axes in figure.axes)
 
 
+def save(layout, path):
+    """As a page or a picture, by the ending."""
+    rows = layout if isinstance(layout, LayoutRows) else LayoutRows.of(layout)
+    if path.suffix.startswith(".htm"):
+        save_page([Sheet("", "", rows, 16, 1)], path, "a title")
+    else:
+        save_drawing(rows, 16, path)
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("layout.jpg", ".png or .svg, got"),
         ("layout", ".png or .svg, got"),
+        ("layout.htm", "drawn as .html, got"),
         ("missing/layout.png", "there is no folder .*missing. Make it first"),
+        ("missing/layout.html", "there is no folder .*missing. Make it first"),
         ("folder.png", "it is a folder"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_drawn(tmp_path, name, sentence):
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ValueError, match=sentence):
-        save_drawing(LayoutRows(1, 9, 9, None), 16, tmp_path / name)
+        save(LayoutRows(1, 9, 9, None), tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
-def test_a_write_that_fails_is_a_sentence(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "called"), [("layout.png", "matplotlib.figure.Figure.savefig"), ("layout.html", "builtins.open")]
+)
+def test_a_write_that_fails_is_a_sentence(monkeypatch, tmp_path, name, called):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    with pytest.raises(ValueError, match="layout.png cannot be written: No space left on device"):
-        save_drawing(LIVE, 16, tmp_path / "layout.png")
+    monkeypatch.setattr(called, full)
+    with pytest.raises(ValueError, match=f"{name} cannot be written: No space left on device"):
+        save(LIVE, tmp_path / name)
 
 
 def test_a_missing_matplotlib_is_a_sentence(monkeypatch, tmp_path):
