@@ -89,11 +89,15 @@ def steps_of_bert(device: str, seq_len: int) -> list[BertStep]:
 
 
 def _timed(steps: list[BertStep]) -> list[BertStep]:
-    """The steps, each with the median of a few rounds in turns."""
-    device = torch.device(steps[0].device)
-    rounds = {number: partial(timed, call_of(step), device, 1) for number, step in enumerate(steps)}
-    times = in_turns(rounds, 3, 1, f"{steps[0].seq_len} tokens")
-    return [replace(step, milliseconds=statistics.median(times[number])) for number, step in enumerate(steps)]
+    """The steps that fit the GPU, each with the median of a few rounds in turns."""
+    runs = {}
+    for step in steps:
+        call = call_of(step)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            call()
+            runs[step] = partial(timed, call, torch.device(step.device), 1)
+    times = in_turns(runs, 3, 1, f"{steps[0].seq_len} tokens")
+    return [replace(step, milliseconds=statistics.median(samples)) for step, samples in times.items()]
 
 
 def call_of(step: BertStep) -> Callable[[], None]:

@@ -73,6 +73,19 @@ def test_a_step_is_that_of_the_model_that_is_counted(number, monkeypatch):
     assert all(x.grad is None and x.dtype is torch.float32 for x in model.parameters())
 
 
+def test_steps_that_do_not_fit_have_no_time(monkeypatch):
+    def call_of(step):
+        def call():
+            if step.attention == "sdpa":
+                raise torch.OutOfMemoryError
+
+        return call
+
+    monkeypatch.setattr(measure, "call_of", call_of)
+    found = measure._timed(measure.steps_of_bert("cpu", 1024))
+    assert len(found) == 6 and all(step.milliseconds > 0 and step.attention != "sdpa" for step in found)
+
+
 def test_a_run_that_fails_ends_in_a_sentence(monkeypatch):
     def fails(*_):
         print("no GPU", file=sys.stderr)
