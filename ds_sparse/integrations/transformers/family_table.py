@@ -104,9 +104,12 @@ def rows(families: Iterable[str] = FAMILIES) -> Iterator[Row]:
 
 
 def markdown(table: Iterable[Row]) -> str:
-    """The rows as a table of the documentation."""
+    """The rows as a table of the documentation, a line for all families of which the same is said."""
+    families: dict[tuple[str, str], list[str]] = {}
+    for row in table:
+        families.setdefault((row.what, row.why), []).append(row.family)
     lines = ["| family | what happens | why |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {row.family} | {row.what} | {row.why} |" for row in table)])
+    return "\n".join([*lines, *(f"| {', '.join(names)} | {what} | {why} |" for (what, why), names in families.items())])
 
 
 def _what_and_why(cls: type[Any], sizes: dict[str, Any]) -> tuple[str, str]:
