@@ -34,7 +34,7 @@ from ds_sparse.sparsity._registry import ENTRY_POINT_GROUP
 
 
 class Page(HTMLParser):
-    """Where a page leads, and the places that can be led to."""
+    """The links of a page, and the places that links may lead to."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_blocks_of_json_are_right(page):
 
 
 def output_of(line: str, capfd: pytest.CaptureFixture[str]) -> str:
-    """What a command prints. Those of ds_sparse run in this process, but for `run`, which starts others."""
+    """The output of a command. ds_sparse runs in this process, but for `run`, which starts others."""
     program, *words = shlex.split(line)
     if program == "ds_sparse" and words[0] != "run":
         status = main(words)
@@ -189,8 +189,8 @@ LONG_RUNS = {
     ids=lambda page: page.stem,
 )
 def test_commands_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, capfd):
-    """Those after a `$`, in a folder with the files that have a title on the page. A block of text after them is what
-    they print, among other lines."""
+    """Commands after `$` run in a folder with the files that have a title on the page. They print the text block after
+    them, among other lines."""
     monkeypatch.chdir(tmp_path)
     snippets = fenced(page)
     for snippet in snippets:

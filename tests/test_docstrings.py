@@ -38,7 +38,7 @@ def found(path: str) -> Any:
 
 
 def faults(what: Callable[..., Any], arguments: set[str]) -> list[str]:
-    """What a docstring lacks: the summary, and a line about each of the arguments, and about no other."""
+    """Parts that a docstring lacks: the summary, and a line about each of the arguments, and about no other."""
     docstring = inspect.getdoc(what)
     if not docstring:
         return ["a docstring"]
@@ -57,7 +57,7 @@ def faults(what: Callable[..., Any], arguments: set[str]) -> list[str]:
 
 
 def faults_of_function(function: Callable[..., Any]) -> list[str]:
-    """What the docstring of a function lacks; one that returns something says what."""
+    """Parts that the docstring of a function lacks; one that returns something says what."""
     signature = inspect.signature(function)
     lacks = faults(function, signature.parameters.keys() - {"self"})
     says = re.search(r"^(Returns|Yields):$", inspect.getdoc(function) or "", re.MULTILINE)
@@ -72,7 +72,7 @@ def arguments_of(cls: type) -> set[str]:
 
 
 def faults_of_class(cls: type) -> list[str]:
-    """What the docstrings of a class, of the ways to make one and of its call lack; other methods need a docstring."""
+    """Parts that docstrings of a class, of the ways to make one and of its call lack; other methods need one."""
     lacks = faults(cls, arguments_of(cls))
     for name, member in vars(cls).items():
         function = getattr(cls, name) if isinstance(member, (classmethod, staticmethod)) else member

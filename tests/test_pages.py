@@ -56,7 +56,7 @@ def test_tests_are_in_the_files_that_semantics_gives_for_them():
 
 @pytest.mark.parametrize("page", [*FOR_CONTRIBUTORS[:3], *PAGES], ids=lambda page: page.stem)
 def test_links_lead_to_pages_and_headings(page: Path):
-    """Those of the built site are checked in test_docs.py; this needs no site."""
+    """This needs no site; test_docs.py checks the links of the built one."""
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
         path = page.parent / target if target else page
         assert path.exists(), f"{page} leads to {target}"

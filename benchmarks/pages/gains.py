@@ -159,12 +159,12 @@ def draw_curves(runs: Sequence[str]) -> Figure:
 
 
 def asked_of(arms: Sequence[train_results.Arm]) -> list[str]:
-    """What losses are of, in the order of phases."""
+    """The things that losses are measured on, in the order of phases."""
     return list(dict.fromkeys(point.asked for arm in arms for row in arm.rows for point in row.curve))
 
 
 def draw_curve(plot: Any, case: train_results.Case, arm: train_results.Arm, asked: str, colour: str) -> None:
-    """Of the phases that are asked one thing, against tokens where those are the budget, else against seconds."""
+    """The mean loss of seeds on one thing, against tokens where those are the budget, else against seconds."""
     by_seed = list(zip(*([point for point in row.curve if point.asked == asked] for row in arm.rows)))
     done = [[point.tokens / 1e6 if case.tokens else point.seconds for point in at] for at in by_seed]
     losses = [statistics.mean(point.held_out for point in at) for at in by_seed]
@@ -194,8 +194,7 @@ def draw_ends(plot: Any, arms: Sequence[train_results.Arm], asked: str) -> None:
 
 
 def arm_colours(arms: Sequence[train_results.Arm]) -> list[str]:
-    """Of sparse arms those of ours. The longest dense one has the same colour in all pictures, with shorter ones beside
-    it or not."""
+    """A colour of ours for each sparse arm; the longest dense one has the same colour in all pictures."""
     longest = max((arm.length for arm in arms if arm.is_dense), default=0)
     shorter, long, *more = THEIRS
     ours, theirs = iter(OURS), iter([shorter, *more])

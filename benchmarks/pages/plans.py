@@ -117,7 +117,7 @@ def row(rates: Rates, seq_len: int) -> list[str]:
 
 
 def walk_of(seq_len: int) -> Walk:
-    """What kernels walk; of a million tokens four times that of a quarter, as laying them out takes 3 GB."""
+    """The walk over a layout; of a million tokens four times that of a quarter, as laying them out takes 3 GB."""
     times = 4 if seq_len > 2**18 else 1
     walk = walk_in_bert(STRUCTURE, MODEL.heads, seq_len // times)
     forward, backward = (

@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 
 def text(name: str) -> str:
-    """What `ds_sparse bench show` prints of a run; RUN.txt beside RUN.json has it."""
+    """The text that `ds_sparse bench show` prints of a run; RUN.txt beside RUN.json has it."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         show_run(*load(str(RESULTS / f"{name}.json")))

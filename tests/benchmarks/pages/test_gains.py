@@ -19,7 +19,7 @@ SAID = [
     "7.9 times, `bigbird-64` at 1,024 tokens (SDPA takes 1.10 times as long)",
     "0.89 to 0.93 times at equal tokens (`dense-512` 0.88); 0.93 to 0.94 times at equal minutes (`dense-512` 0.89)",
 ]
-"""What pages say of the committed runs."""
+"""Cells of the table of claims, of the committed runs."""
 
 
 def rows(run):
