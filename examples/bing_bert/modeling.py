@@ -245,23 +245,17 @@ class BertModel(nn.Module):
         """
         if self.sparse_attention_config is None:
             encoded = self.encoder(self.embeddings(input_ids, token_type_ids, attention_mask), lengths)
-        else:
-            pad_len, input_ids, attention_mask, token_type_ids, _, _ = ds_sparse.SparseAttentionUtils.pad_to_block_size(
-                block_size=max(structure.block for structure in self.sparse_attention_config if structure),
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                token_type_ids=token_type_ids,
-                position_ids=None,
-                inputs_embeds=None,
-                pad_token_id=self.pad_token_id,
-                model_embeddings=self.embeddings.word_embeddings,
-            )
-            embedded = self.embeddings(input_ids, token_type_ids, attention_mask)
-            extended_mask = None
-            if pad_len or min(lengths) < input_ids.shape[1]:  # attention is faster without a mask
-                extended_mask = (1.0 - attention_mask[:, None, None, :].to(embedded.dtype)) * -10000.0
-            encoded = self.encoder(embedded, lengths, extended_mask)
-            encoded = ds_sparse.SparseAttentionUtils.unpad_sequence_output(pad_len, encoded)
+            return encoded, torch.tanh(self.pooler(encoded[:, 0]))
+        utils, embeddings = ds_sparse.SparseAttentionUtils, self.embeddings
+        pad_len, input_ids, attention_mask, token_type_ids, _, _ = utils.pad_to_block_size(
+            max(structure.block for structure in self.sparse_attention_config if structure),
+            input_ids, attention_mask, token_type_ids, None, None, self.pad_token_id, embeddings.word_embeddings,
+        )  # fmt: skip
+        embedded = embeddings(input_ids, token_type_ids, attention_mask)
+        extended_mask = None
+        if pad_len or min(lengths) < input_ids.shape[1]:  # attention is faster without a mask
+            extended_mask = (1.0 - attention_mask[:, None, None, :].to(embedded.dtype)) * -10000.0
+        encoded = utils.unpad_sequence_output(pad_len, self.encoder(embedded, lengths, extended_mask))
         return encoded, torch.tanh(self.pooler(encoded[:, 0]))
 
 

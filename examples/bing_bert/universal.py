@@ -75,14 +75,9 @@ def remove_left_over(folder: Path) -> None:
 def _convert(path: Path, made: Path) -> None:
     remove_left_over(made.parent)
     options = argparse.Namespace(
-        input_folder=str(path),
-        output_folder=str(made),
-        num_extract_workers=1,  # in this process, which reads plain data only
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
+        input_folder=str(path), output_folder=str(made), keep_temp_folder=False, strict=True, inject_missing_state=True,
+        num_extract_workers=1, num_merge_workers=1,  # in this process, which reads plain data only
+    )  # fmt: skip
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             ds_to_universal.main(options)

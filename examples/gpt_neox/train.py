@@ -104,7 +104,11 @@ def train(
 
     batches = text.batches(engine.train_micro_batch_size_per_gpu(), dist.get_rank(), dist.get_world_size())
     progress = Progress(name, 0, max_steps, deadline - time.monotonic(), args.print_steps)
-    work, all_figures = step_work(name, args, config, model_config), []
+    block = config.get("sparse_attention") if name == "sparse" else None
+    counted = model_of_config(args.config_file, "gpt_neox", model_config.to_dict())
+    settings = read_settings(config, args.deepspeed_config, gpus=dist.get_world_size())
+    work = StepWork.of(block, args.deepspeed_config, counted, settings, args.max_seq_length, device_name())
+    all_figures: list[dict[str, float]] = []
     step, slowest_step, finished = 0, 0.0, False
     while not finished:
         began = time.monotonic()
@@ -120,16 +124,6 @@ def train(
     if dist.get_rank() == 0:
         engine.module.save_pretrained(folder / name)
     return Outcome(step, held_out_loss(engine, text), speed_in_words(all_figures), generated(engine, text, args))
-
-
-def step_work(
-    name: str, args: argparse.Namespace, config: dict[str, Any], model_config: transformers.GPTNeoXConfig
-) -> StepWork:
-    """What a step of the sparse or the dense run computes."""
-    block = config.get("sparse_attention") if name == "sparse" else None
-    model = model_of_config(args.config_file, "gpt_neox", model_config.to_dict())
-    settings = read_settings(config, args.deepspeed_config, gpus=dist.get_world_size())
-    return StepWork.of(block, args.deepspeed_config, model, settings, args.max_seq_length, device_name())
 
 
 def train_step(engine: Any, batches: Any) -> float:

@@ -43,13 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     longest = converted.config.sparse_attention_max_seq_length
     rows = []
     for path in args.texts:
-        batch = tokenizer(
-            path.read_text(errors="replace"),
-            truncation=True,
-            max_length=longest,
-            padding="max_length",
-            return_tensors="pt",
-        )
+        how = {"truncation": True, "max_length": longest, "padding": "max_length", "return_tensors": "pt"}
+        batch = tokenizer(path.read_text(errors="replace"), **how)
         rows.append(differences(original, converted, {name: batch[name] for name in ("input_ids", "attention_mask")}))
         print(f"{path.name}: {int(batch['attention_mask'].sum())} tokens, cosine {rows[-1][0]:.5f}, "
               f"distance {rows[-1][1]:.2%}", flush=True)  # fmt: skip

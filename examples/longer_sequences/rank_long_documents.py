@@ -42,11 +42,9 @@ class Embedder:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> torch.Tensor:
-        embeddings = []
-        for text in texts:  # one at a time: no padding
-            batch = self.tokenizer(text, truncation=True, return_tensors="pt")
-            embeddings.append(self.model(**batch).last_hidden_state[0].mean(0))
-        return normalize(torch.stack(embeddings), dim=-1)
+        batches = (self.tokenizer(text, truncation=True, return_tensors="pt") for text in texts)  # one each: no padding
+        means = [self.model(**batch).last_hidden_state[0].mean(0) for batch in batches]
+        return normalize(torch.stack(means), dim=-1)
 
     def count(self, text: str) -> int:
         return len(self.tokenizer(text, truncation=False, verbose=False)["input_ids"])
@@ -62,12 +60,9 @@ def documents(folder: Path) -> Iterator[Document]:
         if told and ast.get_docstring(tree):
             last = max(told, key=lambda node: node.lineno)
             lines = source.splitlines()
-            for node in (tree, last):
-                docstring = node.body[0]
-                lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (
-                    docstring.end_lineno - docstring.lineno + 1
-                )
-            text = "\n".join(line for line in lines if line.strip())
+            of_docstrings = [range(node.body[0].lineno, node.body[0].end_lineno + 1) for node in (tree, last)]
+            kept = (line for number, line in enumerate(lines, 1) if not any(number in one for one in of_docstrings))
+            text = "\n".join(line for line in kept if line.strip())
             yield Document(text, *(ast.get_docstring(node).split("\n\n")[0] for node in (tree, last)))
 
 
