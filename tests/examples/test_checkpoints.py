@@ -185,6 +185,16 @@ def test_a_damaged_file_is_named_and_the_newest_whole_checkpoint_taken(tmp_path,
     assert (tmp_path / "step3.damaged").exists() == name.startswith("step3/")
 
 
+def test_where_no_checkpoint_is_whole_or_terms_are_others_the_sentence_says_what_to_do(tmp_path):
+    assert checkpoints.find(tmp_path, TERMS) is None
+    save(tmp_path, 3)
+    with pytest.raises(ValueError, match="step3 cannot be continued exactly: seed was 1 and is 2. Give the old values"):
+        checkpoints.find(tmp_path, {"seed": 2})
+    (tmp_path / STATE).unlink()
+    with pytest.raises(ValueError, match=rf"{STATE} is missing. No checkpoint in .* is whole; put back a copy, or"):
+        checkpoints.find(tmp_path, TERMS)
+
+
 def test_each_flipped_bit_of_a_state_is_found(tmp_path):
     """And what JSON has no number for is kept."""
     file = tmp_path / "state.json"
