@@ -175,7 +175,7 @@ def _check_terms(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def _damage(path: Path, state: dict[str, Any]) -> str | None:
-    """What is wrong with the first damaged file of this rank."""
+    """Names the first damaged file of this rank, and what is wrong with it."""
     found = ((path / name, wrong_with(path / name, facts)) for name, facts in state["files"].items() if _is_mine(name))
     return next((f"{file} {wrong}" for file, wrong in found if wrong), None)
 
@@ -186,7 +186,7 @@ def sealed(state: dict[str, Any]) -> str:
 
 
 def read_state(file: Path) -> tuple[dict[str, Any], str | None]:
-    """What a state.json holds, and what is wrong with it."""
+    """The content of a state.json, and what is wrong with it."""
     try:
         text = file.read_text()
         state = json.loads(text)
@@ -252,7 +252,7 @@ def _order(path: Path) -> tuple[int, int]:
 
 
 def _is_mine(name: str) -> bool:
-    """Whether this rank verifies a file: the one whose states it holds does, or rank 0."""
+    """Says whether this rank verifies a file: the one whose states it holds does, or rank 0."""
     owner = _OWNER.search(name)
     return (int(owner[1]) % dist.get_world_size() if owner else 0) == dist.get_rank()
 

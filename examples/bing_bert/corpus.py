@@ -65,7 +65,7 @@ class Document:
     id: str
     text: str
     by_position: bool | None = None
-    """Whether it is held out, where the split is one of positions and this a part of a document."""
+    """True where a part of a document is held out by its position; None: its content decides."""
 
     @cached_property
     def sha256(self) -> str:

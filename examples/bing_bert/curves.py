@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Records = Sequence[Mapping[str, float]]
-"""Those of a metrics.jsonl."""
+"""Records of a metrics.jsonl."""
 
 COLOURS = "tab:blue", "tab:orange"
 MOST = 2000

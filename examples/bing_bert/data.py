@@ -96,7 +96,7 @@ def pack(offsets: np.ndarray, documents: np.ndarray, sequence_length: int) -> Pa
 
 
 class Batch(NamedTuple):
-    """What the model is given: B samples of T tokens. Tensors are int64, the first five in bing_bert's order.
+    """Input of the model: B samples of T tokens. Tensors are int64, the first five in bing_bert's order.
 
     input_ids (B, T); input_mask (B, T), 1 for a token and 0 for padding; segment_ids (B, T), 0 for the first segment
     and for padding, 1 for the second; nsp_label (B,), 0 if the second segment continues the first and 1 if it is from
@@ -301,7 +301,7 @@ class PretrainingData:
         return -self.unigram_log_probabilities[labels[labels != NOT_PREDICTED]].mean().item()
 
     def manifest(self) -> dict[str, object]:
-        """What went in, ready for JSON: corpus, versions, hashes, counts, vocabulary, packing, seed."""
+        """Describes what went in, ready for JSON: corpus, versions, hashes, counts, vocabulary, packing, seed."""
         return {
             **self.corpus.summary,
             "sequence_length": self.sequence_length,

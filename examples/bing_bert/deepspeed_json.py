@@ -105,7 +105,7 @@ def _adapted_optimizer(optimizer: dict[str, Any], device: torch.device) -> dict[
 
 
 def why_no_lamb(device: torch.device) -> str:
-    """What DeepSpeed's Lamb lacks; empty where it can be compiled."""
+    """Says what DeepSpeed's Lamb lacks; empty where it can be compiled."""
     if device.type == "cpu":
         return "has on GPUs only"
     return "" if CUDA_HOME and Path(CUDA_HOME, "bin", "nvcc").exists() else "compiles with nvcc, which is not here"

@@ -373,7 +373,7 @@ def _remember(number: int, frame: Any) -> None:
 
 
 def agree(finished: bool) -> tuple[bool, int]:
-    """What all ranks do next: rank 0 says whether the run is finished, any rank's signal interrupts it."""
+    """Agrees on what all ranks do next: rank 0 says whether the run is finished, any rank's signal interrupts it."""
     decision = torch.tensor([int(finished and dist.get_rank() == 0), _signal], device=DEVICE)
     dist.all_reduce(decision, op=dist.ReduceOp.MAX)
     return bool(decision[0]), int(decision[1])

@@ -1,4 +1,4 @@
-"""Which device a run uses. Import it before DeepSpeed, which looks for an accelerator when it is imported."""
+"""Chooses the device of a run. Import it before DeepSpeed, which looks for an accelerator when it is imported."""
 
 from __future__ import annotations
 

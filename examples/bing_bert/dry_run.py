@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: for --dry-run."""
+"""Describes a run without doing it: for --dry-run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _work(run: TrainingRun, model: nn.Module) -> Iterator[str]:
 
 
 def _cost(run: TrainingRun) -> Iterator[str]:
-    """What `ds_sparse plan` says of it, as far as it has been measured for this machine."""
+    """Lines of `ds_sparse plan` about it, as far as this machine was measured."""
     settings, tokens = run.settings(), run.args.max_seq_length
     yield f"{run.work().flops / 1e12:,.3g} TFLOP a step and rank"
     if DEVICE.type == "cuda":

@@ -93,7 +93,7 @@ def plain_data_only() -> Iterator[None]:
 
 
 def refusal(file: Path) -> str | None:
-    """Why torch.load refuses a file, None if it does not. Tensors are mapped, not read, so it takes a millisecond."""
+    """Says why torch.load refuses a file; None if it does not. Tensors are mapped, not read: it takes a millisecond."""
     try:
         with plain_data_only():
             torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -103,7 +103,7 @@ def refusal(file: Path) -> str | None:
 
 
 def why(error: BaseException) -> str:
-    """Why torch.load stopped, in one line."""
+    """Says in one line why torch.load stopped."""
     asked = re.search(r"GLOBAL (\S+)", str(error))
     if asked:
         return f"it asks for {asked[1]}, which is no plain data"
@@ -112,6 +112,6 @@ def why(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in one line."""
+    """Says in one line why something failed."""
     words = str(getattr(error, "strerror", None) or error).strip()
     return words.splitlines()[0].rstrip(".") if words else type(error).__name__

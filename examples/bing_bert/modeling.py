@@ -73,7 +73,7 @@ class BertConfig(BaseModel):
 
 
 Padding = torch.Tensor | list[int] | None
-"""What is padding, in the form that a layer's attention takes: sparse, a mask (B, 1, 1, T) that is added to the scores,
+"""Padding, in the form that a layer's attention takes: sparse, a mask (B, 1, 1, T) that is added to the scores,
 or None where nothing is; dense, the number of tokens of each sequence."""
 
 

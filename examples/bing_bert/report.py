@@ -1,4 +1,4 @@
-"""What a run shows: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, peak memory.
+"""Shows a run: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, peak memory.
 
 Weights & Biases, Comet and CSV files are DeepSpeed's, by the keys of its JSON; they get the same figures."""
 
@@ -35,7 +35,7 @@ def say(text: str) -> None:
 
 
 def on_rank_0(do: Callable[[], T]) -> T:
-    """What `do` returns on rank 0, on every rank; an OSError or ValueError of it ends them all."""
+    """Returns on every rank what `do` returns on rank 0; an OSError or ValueError of it ends them all."""
     value = failure = None
     if rank() == 0:
         try:
@@ -49,7 +49,7 @@ def on_rank_0(do: Callable[[], T]) -> T:
 
 
 def mistakes(error: ValidationError) -> str:
-    """What pydantic found, in one line: each key, what is wrong with it, what was given."""
+    """Mistakes that pydantic found, in one line: each key, what is wrong with it, what was given."""
     return "; ".join(
         f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']} (given {json.dumps(mistake['input'], default=str)})"
         for mistake in error.errors(include_url=False)
@@ -113,7 +113,7 @@ def read_metrics(path: Path, before: int) -> list[dict[str, Any]]:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """What a line of metrics.jsonl holds, None if that is no record."""
+    """The record of a line of metrics.jsonl, None if it is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -195,7 +195,7 @@ def end_in_words(max_steps: int | None, max_minutes: float) -> str:
 
 
 def how_long(max_steps: int | None, max_minutes: float) -> str:
-    """What a run says of its end when it begins, without a full stop."""
+    """The sentence about its end with which a run begins, without a full stop."""
     end = end_in_words(max_steps, max_minutes)
     return f"The run ends {end} at most; a smaller --max-minutes or --max-steps ends it earlier"
 

@@ -52,7 +52,7 @@ class TrainingRun:
         return self.folder / "checkpoints"
 
     def settings(self) -> Settings:
-        """What the JSON says of a step on this number of ranks."""
+        """The settings of a step on this number of ranks, by the JSON."""
         source, saves_memory = self.args.deepspeed_config, self.args.checkpoint_activations
         return read_settings(self.config, source, gpus=world_size(), checkpoints=saves_memory)
 
@@ -62,12 +62,12 @@ class TrainingRun:
         return replace(model, predicted=self.data.max_predictions_per_seq / self.args.max_seq_length)
 
     def work(self) -> StepWork:
-        """What a step computes."""
+        """The work of a step."""
         source, tokens = self.args.deepspeed_config, self.args.max_seq_length
         return StepWork.of(self.block, source, self.model(), self.settings(), tokens, device_name())
 
     def terms(self) -> dict[str, Any]:
-        """What has to be equal for a run to continue; plain JSON values. How the batch is dealt to ranks may differ."""
+        """Plain values that have to be equal for a run to continue. How the batch is dealt to ranks may differ."""
         manifest = self.data.manifest()
         return {
             "sparse": self.name == SPARSE,
@@ -92,7 +92,7 @@ class Position:
     held_out_step: int = -1
     """The step that `held_out_loss` was computed after."""
     filled_in: list[list[str]] = field(default_factory=list)
-    """What the model of that step fills into the masked lines."""
+    """Words that the model of that step fills into the masked lines."""
     skipped_steps: int = 0
     """Steps of fp16 whose gradients overflowed: the weights stayed as they were, and the loss scale was lowered."""
     evaluation_seconds: float = 0.0
@@ -105,7 +105,7 @@ class Position:
 
     @classmethod
     def of(cls, checkpoint: checkpoints.Checkpoint | None) -> Position:
-        """That of a checkpoint, or of a start; ValueError if a checkpoint holds something else."""
+        """The position of a checkpoint, or of a start; ValueError if a checkpoint holds something else."""
         if checkpoint is None:
             return cls(step=0)
         try:
@@ -114,7 +114,7 @@ class Position:
             raise ValueError(f"{checkpoint.path / checkpoints.STATE}: position: {mistakes(error)}.") from error
 
     def is_end(self, run: TrainingRun, max_steps: int | None) -> bool:
-        """Whether a resumed run has nothing left to do.
+        """Says whether a resumed run has nothing left to do.
 
         In a comparison, the sparse run's end by time stays its end unless --max-steps asks for more: one that was
         stopped while dense trained continues there.
@@ -128,11 +128,11 @@ class Position:
 
 
 class Outcome(NamedTuple):
-    """What came out of a run."""
+    """The result of a run."""
 
     run: TrainingRun
     position: Position
     records: list[dict[str, Any]]
-    """Those of metrics.jsonl; on rank 0 only."""
+    """Records of metrics.jsonl; on rank 0 only."""
     signal: int = 0
     """The signal that stopped it, or 0."""

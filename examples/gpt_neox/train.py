@@ -81,7 +81,7 @@ class Outcome(NamedTuple):
     held_out_loss: float
     speed: str
     text: str
-    """What the model generates after the prompt."""
+    """Text that the model generates after the prompt."""
 
 
 def train(
@@ -151,7 +151,7 @@ def held_out_loss(engine: Any, text: Text) -> float:
 
 
 def generated(engine: Any, text: Text, args: argparse.Namespace) -> str:
-    """What a model writes after the first half of a held-out sequence, of which it reads the cached keys of its
+    """Text of a model after the first half of a held-out sequence, of which it reads the cached keys of its
     layout alone."""
     if not args.generate:
         return ""

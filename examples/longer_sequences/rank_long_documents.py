@@ -29,7 +29,7 @@ class Document(NamedTuple):
     purpose: str
     """The module's docstring, its first paragraph."""
     detail: str
-    """That of the last function or class which has one."""
+    """The docstring of the last function or class which has one."""
 
 
 class Embedder:
@@ -67,7 +67,7 @@ def documents(folder: Path) -> Iterator[Document]:
 
 
 def mean_reciprocal_rank(queries: torch.Tensor, candidates: torch.Tensor) -> float:
-    """Of the candidate at a query's own place, by cosine. Both (N, hidden), of length 1."""
+    """The candidate of a query is at its own place; ranks are by cosine. Both (N, hidden), of length 1."""
     scores = queries @ candidates.T
     ranks = 1 + (scores > scores.diagonal()[:, None]).sum(1)
     return (1 / ranks).mean().item()

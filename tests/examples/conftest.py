@@ -51,7 +51,7 @@ class Workplace:
         return path
 
     def options(self, output: str | Path, *more: str, config: Path | None = None, model: str = "model") -> list[str]:
-        """Those of a sparse run of six steps that keeps each, in a folder for `output`; later ones win."""
+        """Options of a run of six steps that keeps each, in a folder for `output`; later ones win."""
         return [
             "--cf", str(self.folder / f"{model}.json"), "--corpus", str(self.folder / "corpus"), "--max_seq_length",
             "256", "--max_steps", "6", "--eval_sequences", "2", "--save_steps", "1", "--deepspeed_config",
@@ -71,7 +71,7 @@ class Workplace:
         return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **settings)
 
     def succeed(self, *arguments: Any, launcher: tuple[str, ...] = (sys.executable,), **settings: Any) -> str:
-        """What the script prints that is started with `options` of these arguments."""
+        """Starts the script with `options` of these arguments; its output."""
         done = self.execute([*launcher, self.script, *self.options(*arguments, **settings)])
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -55,13 +55,13 @@ def checkpoint_files(folder):
 
 @pytest.fixture(scope="module")
 def finished(workplace):
-    """What a run of one rank printed that has ended, in the folder of this name."""
+    """Output of a run of one rank that has ended, in the folder of this name."""
     return workplace.succeed("finished", FLAG)
 
 
 @pytest.fixture(scope="module")
 def stopped(workplace):
-    """What a run printed that SIGTERM stopped."""
+    """Output of a run that SIGTERM stopped."""
     code, printed = interrupted(workplace, signal.SIGTERM, 3, "stopped", "--max_steps", "100000")
     assert code == 128 + signal.SIGTERM, printed
     return printed
@@ -69,7 +69,7 @@ def stopped(workplace):
 
 @pytest.fixture(scope="module")
 def resumed(workplace, finished, stopped):
-    """What copies of runs printed when they were continued, in folders of these names."""
+    """Output of copies of runs that were continued, in folders of these names."""
     longer = ("--max_steps", str(STEPS + 2))
     runs = {"anew": longer, "longer": longer, "again": (), "damaged": longer, "ended": ("--max_steps", "2")}
     for name in runs:
@@ -99,7 +99,7 @@ COMPARISON = (FLAG, "--compare-dense", "--max-steps", "100000", "--max-minutes",
 
 @pytest.fixture(scope="module")
 def comparison(workplace):
-    """What a comparison printed that ended by time."""
+    """Output of a comparison that ended by time."""
     return workplace.succeed("comparison", *COMPARISON)
 
 

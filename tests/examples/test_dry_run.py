@@ -1,4 +1,4 @@
-"""What a dry run says of a GPU, where there is none."""
+"""A dry run's lines about a GPU, where there is none."""
 
 import argparse
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a run shows: metrics that survive a kill, and progress on terminals and in files."""
+"""A run shows metrics that survive a kill, and progress on terminals and in files."""
 
 import io
 import json

@@ -109,7 +109,7 @@ RECORDS = [{"step": 0, "held_out_mlm_loss": 2.0}, {"step": 1, "mlm_loss": 1.5}]
 
 
 def points(svg, run):
-    """Of the longest curve of a run's colour."""
+    """Points of the longest curve of a run's colour."""
     paths = re.findall(rf'<path d="([^"]*)"[^>]*stroke: {run}', svg)
     return max(len(re.findall("[ML]", path)) for path in paths)
 
