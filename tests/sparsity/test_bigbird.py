@@ -3,28 +3,6 @@ import pytest
 from ds_sparse.sparsity import BigBirdSparsityConfig
 
 
-def test_window_and_leading_global_blocks(picture):
-    structure = BigBirdSparsityConfig(1, num_random_blocks=0)
-    assert picture(structure, 5) == ["11111", "11100", "11110", "10111", "10011"]
-
-
-def test_an_even_window_is_one_block_wider(picture):
-    structure = BigBirdSparsityConfig(1, num_random_blocks=0, num_sliding_window_blocks=2, num_global_blocks=0)
-    assert picture(structure, 4) == ["1100", "1110", "0111", "0011"]
-
-
-def test_a_window_of_0_blocks_is_the_diagonal(picture):
-    structure = BigBirdSparsityConfig(1, num_random_blocks=0, num_sliding_window_blocks=0)
-    assert picture(structure, 4) == ["1111", "1100", "1010", "1001"]
-
-
-def test_unidirectional_has_nothing_above_the_diagonal(picture):
-    structure = BigBirdSparsityConfig(1, attention="unidirectional", num_sliding_window_blocks=1, seed=0)
-    layout = structure.make_bool_layout(320)
-    assert not layout.triu(1).any()
-    assert layout[0, :, 0].all()
-
-
 def test_every_row_draws_its_random_blocks_in_every_head():
     structure = BigBirdSparsityConfig(2, num_random_blocks=4, seed=1, different_layout_per_head=True)
     layout = structure.setup_layout(320)
@@ -56,10 +34,6 @@ def test_rows_too_short_are_value_errors(options, what):
         ValueError, match=f"^Number of {what}, must be smaller than overall number of blocks in a row, 2!$"
     ):
         BigBirdSparsityConfig(1, **options).make_layout(32)
-
-
-def test_the_class_draws_one_random_block_by_default():
-    assert BigBirdSparsityConfig(1).num_random_blocks == 1
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,6 @@ def test_window_and_global_rows_and_columns(picture):
     assert picture(structure, 5) == ["11001", "11101", "01111", "00111", "11111"]
 
 
-def test_a_window_of_0_blocks_is_the_diagonal(picture):
-    structure = BSLongformerSparsityConfig(1, num_sliding_window_blocks=0)
-    assert picture(structure, 4) == ["1111", "1100", "1010", "1001"]
-
-
-def test_global_ranges(picture):
-    structure = BSLongformerSparsityConfig(
-        1, num_sliding_window_blocks=1, global_block_indices=[1], global_block_end_indices=[3]
-    )
-    assert picture(structure, 4) == ["1110", "1111", "1111", "0111"]
-
-
-def test_unidirectional_has_nothing_above_the_diagonal(picture):
-    structure = BSLongformerSparsityConfig(1, attention="unidirectional", global_block_indices=[1])
-    assert picture(structure, 4) == ["1000", "1100", "0110", "0111"]
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

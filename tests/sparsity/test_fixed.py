@@ -4,28 +4,6 @@ from ds_sparse.layout import density
 from ds_sparse.sparsity import FixedSparsityConfig
 
 
-def test_windows_and_the_last_block_of_each_with_a_short_last_window(picture):
-    assert picture(FixedSparsityConfig(1, num_local_blocks=2), 5) == [
-        "11011",
-        "11011",
-        "01111",
-        "01111",
-        "01011",
-    ]
-
-
-def test_heads_cycle_through_the_patterns(picture):
-    structure = FixedSparsityConfig(3, 16, True, num_local_blocks=2, num_different_global_patterns=2)
-    assert picture(structure, 4, head=0) == ["1101", "1101", "0111", "0111"]
-    assert picture(structure, 4, head=1) == ["1110", "1110", "1011", "1011"]
-    assert picture(structure, 4, head=2) == picture(structure, 4, head=0)
-
-
-def test_horizontal_global_rows_are_full(picture):
-    structure = FixedSparsityConfig(1, num_local_blocks=2, horizontal_global_attention=True)
-    assert picture(structure, 4) == ["1101", "1111", "0111", "1111"]
-
-
 def test_unidirectional_stripes_start_at_the_first_global_row_and_strict_causal_cuts_them(picture):
     options = {"num_local_blocks": 2, "num_global_blocks": 2, "attention": "unidirectional"}
     assert picture(FixedSparsityConfig(1, **options), 4) == ["1100", "1100", "1111", "1111"]

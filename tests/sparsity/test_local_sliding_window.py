@@ -3,10 +3,6 @@ import pytest
 from ds_sparse.sparsity import LocalSlidingWindowSparsityConfig
 
 
-def test_unidirectional_by_default_and_then_half_the_window(picture):
-    assert picture(LocalSlidingWindowSparsityConfig(2), 4) == ["1000", "1100", "0110", "0011"]
-
-
 def test_bidirectional(picture):
     structure = LocalSlidingWindowSparsityConfig(1, 16, 4, "bidirectional")
     assert picture(structure, 4) == ["1110", "1111", "1111", "0111"]
@@ -28,8 +24,3 @@ def test_all_heads_share_one_layout():
 def test_wrong_options_are_value_errors(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         LocalSlidingWindowSparsityConfig(4, **options)
-
-
-def test_rows_too_short_are_value_errors():
-    with pytest.raises(ValueError, match="Number of sliding window blocks, 3, must be smaller than overall"):
-        LocalSlidingWindowSparsityConfig(1).make_layout(32)

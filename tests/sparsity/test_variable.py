@@ -3,27 +3,6 @@ import pytest
 from ds_sparse.sparsity import VariableSparsityConfig
 
 
-def test_windows_of_listed_sizes_the_last_repeating(picture):
-    structure = VariableSparsityConfig(1, local_window_blocks=[1, 2], global_block_indices=[])
-    assert picture(structure, 6) == ["100000", "011000", "011000", "000110", "000110", "000001"]
-
-
-def test_global_columns_and_rows(picture):
-    columns = VariableSparsityConfig(1, local_window_blocks=[1], global_block_indices=[1, -1, 9])
-    assert picture(columns, 4) == ["1101", "0101", "0111", "0101"]
-    both = VariableSparsityConfig(
-        1, local_window_blocks=[1], global_block_indices=[1], horizontal_global_attention=True
-    )
-    assert picture(both, 4) == ["1100", "1111", "0110", "0101"]
-
-
-def test_global_ranges_are_cut_at_the_end(picture):
-    structure = VariableSparsityConfig(
-        1, local_window_blocks=[1], global_block_indices=[2, 8], global_block_end_indices=[99, 9]
-    )
-    assert picture(structure, 4) == ["1011", "0111", "0011", "0011"]
-
-
 def test_sizes_and_indices_beyond_the_row_do_as_those_just_beyond_it(picture):
     huge, near = (
         VariableSparsityConfig(
