@@ -50,27 +50,24 @@ def test_a_mask_beside_its_live_blocks_is_the_mask():
     torch.testing.assert_close(found, masked_attention(q, k, v, mask))
 
 
+BOOLS = torch.ones(8, 8, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
-    ("mask", "block", "partial", "error", "sentence"),
+    ("mask", "options", "error", "sentence"),
     [
-        (torch.ones(8, 8), 8, "error", TypeError, "bool tensor, got torch.float32; convert it with mask != 0"),
-        ([[True]], 8, "error", TypeError, "bool tensor, got list"),
-        (torch.ones(1, 1, 8, 8, dtype=torch.bool), 8, "error", ValueError, r"got \(1, 1, 8, 8\)"),
-        (torch.ones(8, 0, dtype=torch.bool), 8, "error", ValueError, "none of them 0"),
-        (torch.ones(8, 8, dtype=torch.bool), 12, "error", ValueError, "power of two"),
-        (torch.ones(8, 8, dtype=torch.bool), 8, "dead", ValueError, "it has to be 'error' or 'live'"),
-        (
-            torch.ones(8, 8, dtype=torch.bool, device="meta"),
-            8,
-            "error",
-            ValueError,
-            "meta device, where it has no values",
-        ),
+        (torch.ones(8, 8), {}, TypeError, "bool tensor, got torch.float32; convert it with mask != 0"),
+        ([[True]], {}, TypeError, "bool tensor, got list"),
+        (BOOLS[None, None], {}, ValueError, r"got \(1, 1, 8, 8\)"),
+        (BOOLS[:, :0], {}, ValueError, "none of them 0"),
+        (BOOLS, {"block": 12}, ValueError, "power of two"),
+        (BOOLS, {"partial": "dead"}, ValueError, "it has to be 'error' or 'live'"),
+        (BOOLS.to("meta"), {}, ValueError, "meta device, where it has no values"),
     ],
 )
-def test_masks_that_cannot_be(mask: object, block: int, partial: str, error: type[Exception], sentence: str):
+def test_masks_that_cannot_be(mask: object, options: dict, error: type[Exception], sentence: str):
     with pytest.raises(error, match=sentence):
-        BlockIndex.from_mask(mask, block, partial=partial)
+        BlockIndex.from_mask(mask, **({"block": 8} | options))
 
 
 DOCUMENTS = torch.arange(200) // 64

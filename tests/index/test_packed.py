@@ -97,18 +97,6 @@ def test_windows_end_with_their_document():
         assert torch.equal(found, seen[order][:, order])
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"global_tokens": [0]}, "Both cu_seqlens and global_tokens are given"),
-        ({"tokens": 40}, "end at 41, and query has 40 tokens"),
-    ],
-)
-def test_windows_that_do_not_fit_documents_are_refused(changed: dict, sentence: str):
-    with pytest.raises(ValueError, match=sentence):
-        WindowIndex.build(**({"tokens": 41, "window_size": 3, "cu_seqlens": CU_SEQLENS} | changed))
-
-
 def test_a_rows_layout_keeps_the_blocks_in_which_a_document_sees_itself():
     index = index_of_row(torch.ones(6, 6), CU_SEQLENS, 8, 41, False, torch.device("cpu"))
     begin, end = Documents.read(CU_SEQLENS).of_tokens("cpu").unbind(1)

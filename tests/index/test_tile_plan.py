@@ -248,22 +248,18 @@ def test_sides_and_heights_do_not_depend_on_each_other(live: torch.Tensor, block
         assert all(getattr(tiles, name).is_contiguous() for name in TENSORS)
         for name in ("lines", "units", "cuts"):
             assert torch.equal(getattr(tiles, name), getattr(alone, name)), name
-        assert list(map(sorted, lists_of(tiles))) == list(map(sorted, lists_of(alone))), (
-            "in what order follows from all"
-        )
+        # In what order follows from all.
+        assert list(map(sorted, lists_of(tiles))) == list(map(sorted, lists_of(alone)))
 
 
-@pytest.mark.parametrize(
-    "block, side, tile", [(16, "rows", 128), (16, "columns", 128), (32, "columns", 128), (64, "rows", 128)]
-)
-def test_blocks_of_one_half_are_together(block: int, side: str, tile: int):
+@pytest.mark.parametrize("block, side", [(16, "rows"), (16, "columns"), (32, "columns"), (64, "rows")])
+def test_blocks_of_one_half_are_together(block: int, side: str):
     live = torch.rand(2, 64, 100, generator=seeded()) < 0.05
-    tiles = plan_and_pack({side: live}, block, tile)[side, tile]
-    height = tile // block
-    for of_tile in lists_of(tiles):
-        kinds = [kind_of(entry >> 24, height) for entry in of_tile]
-        assert kinds == sorted(kinds, key=((BOTH, FIRST, SECOND) if side == "rows" else (FIRST, BOTH, SECOND)).index)
-        for columns in columns_of_kinds(of_tile, height).values():
+    order = (BOTH, FIRST, SECOND) if side == "rows" else (FIRST, BOTH, SECOND)
+    for of_tile in lists_of(plan_and_pack({side: live}, block, 128)[side, 128]):
+        kinds = [kind_of(entry >> 24, 128 // block) for entry in of_tile]
+        assert kinds == sorted(kinds, key=order.index)
+        for columns in columns_of_kinds(of_tile, 128 // block).values():
             assert columns == sorted(columns)
 
 

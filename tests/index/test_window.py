@@ -91,6 +91,9 @@ def test_tiles_of_a_cpu_pay_with_larger_blocks(instruction_set, block):
         assert WindowIndex.build(1024, 64).blocks.block == block
 
 
+DOCUMENTS = torch.tensor([0, 20, 41])
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -98,21 +101,20 @@ def test_tiles_of_a_cpu_pay_with_larger_blocks(instruction_set, block):
         ({"tokens": 40.0}, "tokens is 40.0"),
         ({"block": 256}, "block is 256; windows take 8, 16, 32, 64 and 128"),
         ({"block": 12}, "block is 12"),
+        (
+            {"window_size": (1, 2, 3), "dilation": (1, 2)},
+            "window_size has 3 numbers and dilation 2; give each one number, or one a head",
+        ),
+        ({"cu_seqlens": DOCUMENTS, "global_tokens": [0]}, "Both cu_seqlens and global_tokens are given"),
+        ({"cu_seqlens": DOCUMENTS}, "end at 41, and query has 40 tokens"),
     ],
 )
-def test_arguments_that_do_not_fit(change, sentence):
+def test_arguments_that_do_not_fit(change: dict, sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        WindowIndex.build(**{"tokens": 40, "window_size": 3, **change})
+        WindowIndex.build(**({"tokens": 40, "window_size": 3} | change))
 
 
 @pytest.mark.parametrize("tokens", [2**40, 2**63, 10**30])
 def test_more_tokens_than_memory_holds_get_a_sentence(tokens: int):
     with pytest.raises(MemoryError, match=f"An index of {tokens} tokens in blocks of 128 takes .*; take shorter"):
         WindowIndex.build(tokens, 3)
-
-
-def test_numbers_for_different_heads_are_refused():
-    with pytest.raises(
-        ValueError, match="window_size has 3 numbers and dilation 2; give each one number, or one a head"
-    ):
-        WindowIndex.build(40, (1, 2, 3), dilation=(1, 2))
