@@ -12,14 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ds_sparse.config import (
-    ANY_NUM_HEADS,
-    BLOCK_KEY,
-    DEFAULT_MODE,
-    SparseAttentionConfigError,
-    load_config,
-    parse_sparse_attention,
-)
+from ds_sparse.config import BLOCK_KEY, DEFAULT_MODE, SparseAttentionConfigError, load_config, read_block
 from ds_sparse.extras import optional_imports
 from ds_sparse.integrations.flag import FLAG, KERNEL_EXCLUDED, TRANSFORMER_KERNEL
 from ds_sparse.sparsity import sparsity_modes
@@ -113,7 +106,7 @@ def _check_block(block: Mapping[str, Any], path: str) -> None:
     if isinstance(mode, str) and mode not in modes and not _is_mistyped(mode, modes):
         return
     try:
-        parse_sparse_attention(block, ANY_NUM_HEADS, source=path)
+        read_block(block, source=path)
     except SparseAttentionConfigError as error:
         if mode in modes or not isinstance(mode, str):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import inspect
 import os
@@ -286,8 +287,8 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
     below = getattr(deepspeed.initialize, "below", deepspeed.initialize)
     with _without_config_argument(args):
         engine, *rest = below(args, model, config=deepspeed_config, **arguments)
-    if on:
-        _keep_seeds(engine, model, block or {})
+    if structures is not None:
+        _keep_seeds(engine, model, structures)
     return engine, *rest
 
 
@@ -363,13 +364,11 @@ def _structure_of(layer: nn.Module, number: int | None) -> tuple[int, SparsityCo
     return transformers.number_of(layer), transformers.structure_of(layer)
 
 
-def _keep_seeds(engine: Any, model: nn.Module, block: Mapping[str, Any]) -> None:
+def _keep_seeds(engine: Any, model: nn.Module, structures: LayerStructures) -> None:
     """Has the engine's checkpoints keep the seeds of Transformers models that are not in the JSON's block: their state
     dicts have no layout."""
-    owners = innermost_pretrained_models(pretrained_model_around(model))
-    configs = [
-        owner.config for owner in owners if _drawn_seed(block, getattr(owner.config, BLOCK_KEY, None) or {}) is not None
-    ]
+    configs = [owner.config for owner in innermost_pretrained_models(pretrained_model_around(model))]
+    configs = [config for config in configs if _drawn_seed(structures, config) is not None]
     if not configs:
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint
@@ -377,7 +376,7 @@ def _keep_seeds(engine: Any, model: nn.Module, block: Mapping[str, Any]) -> None
     @functools.wraps(save)
     def save_checkpoint(*positional: Any, **keywords: Any) -> Any:
         call = inspect.signature(save).bind(*positional, **keywords)
-        seeds = [_drawn_seed(block, getattr(config, BLOCK_KEY)) for config in configs]
+        seeds = [_drawn_seed(structures, config) for config in configs]
         call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), _SEEDS_KEY: seeds}
         return save(*call.args, **call.kwargs)
 
@@ -385,34 +384,23 @@ def _keep_seeds(engine: Any, model: nn.Module, block: Mapping[str, Any]) -> None
     def load_checkpoint(*positional: Any, **keywords: Any) -> Any:
         path, client_state = load(*positional, **keywords)
         for config, seed in zip(configs, (client_state or {}).pop(_SEEDS_KEY, []), strict=False):
-            written = getattr(config, BLOCK_KEY)
-            setattr(config, BLOCK_KEY, _with_seed(written, _drawn_seed(block, written), seed))
+            drawn, written = _drawn_seed(structures, config), copy.deepcopy(getattr(config, BLOCK_KEY))
+            for part in (written, *filter(None, layer_entries(written).values())):
+                if part.get("seed") == drawn:
+                    part["seed"] = seed
+            setattr(config, BLOCK_KEY, written)
         return path, client_state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
-def _drawn_seed(block: Mapping[str, Any], written: Mapping[str, Any]) -> int | None:
-    """The seed that was drawn for a block without one, from the block that was written to a config."""
-    if block.get("seed") is None and written.get("seed") is not None:
-        return written["seed"]
-    given = layer_entries(block)
-    seeds = [
-        entry["seed"]
-        for key, entry in layer_entries(written).items()
-        if entry and entry.get("seed") is not None and (given.get(key) or {}).get("seed", block.get("seed")) is None
-    ]
-    return next(iter(seeds), None)
-
-
-def _with_seed(written: Mapping[str, Any], drawn: int | None, seed: int) -> dict[str, Any]:
-    """A written block with another seed where it has the one that was drawn."""
-
-    def changed(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {**part, "seed": seed} if part.get("seed") == drawn else dict(part)
-
-    entries = {key: entry and changed(entry) for key, entry in layer_entries(written).items()}
-    return changed(written) | ({LAYERS_KEY: entries} if entries else {})
+def _drawn_seed(structures: LayerStructures, config: Any) -> int | None:
+    """The seed that was drawn where the JSON has none, from the block that was written to a config."""
+    written = getattr(config, BLOCK_KEY, None) or {}
+    entries = layer_entries(written)
+    without = [key for key, choice in structures.choices.items() if choice.values["seed"] is None]
+    parts = [written if key is None else entries.get(key) or {} for key in without]
+    return next((part["seed"] for part in parts if part.get("seed") is not None), None)
 
 
 @contextmanager

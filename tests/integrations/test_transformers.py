@@ -659,7 +659,7 @@ def test_a_causal_tower_is_sparse_beside_a_bidirectional_one(capsys):
     assert capsys.readouterr().out.count("CLIPTextModel is causal: DenseSparsityConfig has blocks above") == 1
     with mock.patch.object(functions, "_attend_causal", wraps=functions._attend_causal) as attend:
         assert_close(states_of_both(model, inputs), truth)
-    assert {call.args[0] for call in attend.call_args_list} == {
+    assert {call.args[0].layer for call in attend.call_args_list} == {
         layer.self_attn for layer in model.text_model.encoder.layers
     }
 
@@ -913,6 +913,16 @@ def test_a_model_that_reads_a_number_of_a_tensor_is_refused_with_that():
 
     with pytest.raises(ValueError, match=r"reads a number of a tensor, as \.item\(\) does.*if it is a part of a model"):
         ds_sparse.sparsify(Reads(transformers.BertConfig(**SMALL)), RANDOM)
+
+
+MIMI = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": 32}
+MIMI |= {"head_dim": 8, "num_filters": 4, "upsample_groups": 32, "codebook_dim": 8, "codebook_size": 32}
+
+
+def test_a_model_that_works_on_the_memory_of_its_tensors_is_refused_with_that():
+    model = make(Family(transformers.MimiModel, MIMI))
+    with pytest.raises(ValueError, match=r"MimiEncoderModel did not run on .*\(its forward works on the memory of its"):
+        ds_sparse.sparsify(model, {"mode": "fixed"})
 
 
 def test_an_encoder_that_only_its_model_gives_inputs_is_tried_with_it():

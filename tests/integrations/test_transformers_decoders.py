@@ -62,7 +62,7 @@ def test_a_dense_structure_gives_what_the_untouched_model_gives(name):
     with mock.patch.object(functions, "_attend_causal", wraps=functions._attend_causal) as attend:
         ours = run(model, batch)
     layers = {model.get_submodule(entry.name) for entry in report.replaced}
-    assert len(layers) == 2 and {call.args[0] for call in attend.call_args_list} == layers
+    assert len(layers) == 2 and {call.args[0].layer for call in attend.call_args_list} == layers
     assert_close(ours, truth)
     without = {"input_ids": batch["input_ids"]}
     torch.testing.assert_close(model(**without).logits, dense_twin(make(name))(**without).logits, rtol=1e-3, atol=1e-4)

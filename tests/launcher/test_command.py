@@ -114,6 +114,8 @@ def test_a_wrong_block_fails_there_too_if_it_is_to_be_used(start, tmp_path):
     with pytest.raises(ValueError, match=r"ds\.json: sparse_attention\.num_local_block: unknown key"):
         start(f"{FLAG} train.py --deepspeed_config ds.json")
     assert start("train.py --deepspeed_config ds.json")[-1] == "ds.json"
+    (tmp_path / "ds.json").write_text(json.dumps({"sparse_attention": {"mode": "fixed", "layers": {"0": None}}}))
+    assert start(f"{FLAG} train.py --deepspeed_config ds.json")[-1] == "ds.json"
 
 
 @pytest.mark.parametrize("mode", ["stripes", "fixed_2", "my_bigbird", "local"])

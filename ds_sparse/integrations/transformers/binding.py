@@ -53,6 +53,21 @@ class OtherKeys(Refused):
     """It was called for the keys of another sequence than that of the queries."""
 
 
+class Call(NamedTuple):
+    """What a layer asks of the attention function: operands (B, H, T, D), by our names."""
+
+    layer: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    scale: float | None
+    dropout_p: float
+    sinks: torch.Tensor | None
+    position_bias: torch.Tensor | None
+    causal: bool
+
+
 class Window(NamedTuple):
     """The window of a layer, as a trial has seen it.
 

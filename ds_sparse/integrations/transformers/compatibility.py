@@ -321,6 +321,8 @@ def _run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
         problem = TypeError(f"its forward takes ({', '.join(inspect.signature(model.forward).parameters)})")
     if isinstance(problem, DataDependentOutputException):
         raise Untried("its forward reads a number of a tensor, as .item() does, and there is none") from problem
+    if 'device "meta"' in str(problem):  # that of fake tensors, in PyTorch's words
+        raise Untried("its forward works on the memory of its tensors, and there is none") from problem
     raise Untried(first_line(problem)) from problem
 
 

@@ -19,7 +19,7 @@ from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, of_keys_or_pairs
 from ...ops.packed_operands import one_as_rows, rows_as_one
 from ..transformers_family import NAME
-from .binding import OtherKeys, Refused, Window, attached_to, of_distances, which
+from .binding import Call, OtherKeys, Refused, Window, attached_to, of_distances, which
 from .binding import is_causal as is_causal_layer
 from .masks import MASK_DTYPE, Masks, is_seen_to_hide_nothing, refuse_other_masks
 from .packing import PackedDocuments
@@ -81,89 +81,66 @@ def attention(
             return own(module, query, key, value, attention_mask, scaling, sliding_window=sliding_window, **more)[0]
 
         return on_local_heads(module, attend, query, key, value), None
-    is_causal = is_causal_layer(module) if is_causal is None else is_causal
-    _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if is_causal else {"s_aux": s_aux})})
+    causal = is_causal_layer(module) if is_causal is None else is_causal
+    call = Call(module, query, key, value, attention_mask, scaling, dropout, s_aux, position_bias, causal)
+    _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if causal else {"s_aux": s_aux})})
     tried, attached = Masks.of(module.config), attached_to(module)
     if tried is None:
         _refuse_other_windows(module, sliding_window, attached.window)
     if is_in_parts(module, ds_sparse_sequence):
-        beside = {"position_bias": position_bias}
-        return attend_part(
-            module, query, key, value, attention_mask, ds_sparse_sequence, beside, scale=scaling, dropout_p=dropout,
-            sinks=s_aux, causal=is_causal,
-        ), None  # fmt: skip
+        return attend_part(call, ds_sparse_sequence), None
     if ds_sparse_documents is not None:
-        _refuse_beside_documents(module, query, key, attention_mask, position_bias)
-        _refuse_beside_a_window(module, attached.window.local, None, None, dropout)
-        return _attend_packed(module, query, key, value, scaling, dropout, s_aux, is_causal, ds_sparse_documents), None
-    if is_causal:
+        _refuse_beside_documents(call)
+        _refuse_beside_a_window(call._replace(mask=None, position_bias=None), attached.window.local)
+        return _attend_packed(call, ds_sparse_documents), None
+    if causal:
         refuse_other_masks(module, attention_mask)
     else:
-        _refuse_what_is_no_encoder(module, query, key, attention_mask)
+        _refuse_what_is_no_encoder(call)
     window = attached.window
     if tried is not None:
-        window = tried.window(attached.name, which(module), attention_mask, sliding_window, is_causal)
-    _refuse_beside_a_window(module, window.local, attention_mask, position_bias, dropout)
-    if is_causal:
-        output = _attend_causal(module, query, key, value, attention_mask, scaling, dropout, s_aux)
-    else:
-        output = _attend(module, query, key, value, attention_mask, scaling, dropout, position_bias)
+        window = tried.window(attached.name, which(module), attention_mask, sliding_window, causal)
+    _refuse_beside_a_window(call, window.local)
+    output = (_attend_causal if causal else _attend_both_ways)(call)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    dropout_p: float,
-    position_bias: torch.Tensor | None,
-) -> torch.Tensor:
+def _attend_both_ways(call: Call) -> torch.Tensor:
     """Attention of a bidirectional layer, (B, H, T, D)."""
-    distance_bias = of_distances(position_bias, query.shape[2])
+    mask, position_bias = call.mask, call.position_bias
+    distance_bias = of_distances(position_bias, call.query.shape[2])
     rpe = position_bias if distance_bias is None else None
-    if mask is not None and mask.requires_grad and distance_bias is not None:
-        raise Refused(
-            f"{which(module)} is given a mask that requires a gradient, beside relative positions by distance, which "
-            f'{NAME} does not compute together; detach the mask, or use attn_implementation="sdpa".'
-        )
     if mask is not None and mask.requires_grad:
-        rpe = mask if rpe is None else mask + rpe
-        mask = None
+        if distance_bias is not None:
+            raise Refused(
+                f"{which(call.layer)} is given a mask that requires a gradient, beside relative positions by distance, "
+                f'which {NAME} does not compute together; detach the mask, or use attn_implementation="sdpa".'
+            )
+        rpe, mask = mask if rpe is None else mask + rpe, None
     if mask is not None and mask.dim() == 2 and is_seen_to_hide_nothing(mask):
         mask = None
     added: dict[str, Any] = of_keys_or_pairs(mask)
     if rpe is not None:
-        added["rpe"] = rpe.to(query.dtype)
+        added["rpe"] = rpe.to(call.query.dtype)
     if distance_bias is not None:
         added["distance_bias"] = distance_bias
-    return attention_of(module, query)(query, key, value, scale=scale, dropout_p=dropout_p, **added)
+    return _compute(call, call.query, call.key, call.value, **added)
 
 
-def _attend_causal(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    dropout_p: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _attend_causal(call: Call) -> torch.Tensor:
     """Attention of a causal layer, (B, H, T, D). The queries are the last of the keys: those before are cached."""
+    query, key, mask = call.query, call.key, call.mask
     keys = key.shape[2] if mask is None else mask.shape[1]
     offset = keys - query.shape[2]
     if offset < 0 or keys > key.shape[2]:
         raise Refused(
-            f"{which(module)} has {query.shape[2]} queries, {key.shape[2]} keys and a mask of {keys}; {NAME} wants the "
-            "keys of all queries, and a mask of all keys."
+            f"{which(call.layer)} has {query.shape[2]} queries, {key.shape[2]} keys and a mask of {keys}; {NAME} wants "
+            "the keys of all queries, and a mask of all keys."
         )
     padding = None if mask is None or is_seen_to_hide_nothing(mask) else mask.bool()
-    return attention_of(module, query)(
-        query, key[:, :, :keys], value[:, :, :keys], scale=scale, dropout_p=dropout_p, key_padding_mask=padding,
-        sinks=sinks, causal=True, query_offset=offset or None,
+    return _compute(
+        call, query, key[:, :, :keys], call.value[:, :, :keys], key_padding_mask=padding, sinks=call.sinks,
+        causal=True, query_offset=offset or None,
     )  # fmt: skip
 
 
@@ -171,25 +148,18 @@ def _attend_causal(
     reason=f"{NAME} computes packed documents outside of graphs, as their index is another one in each batch: compile "
     "without fullgraph=True."
 )
-def _attend_packed(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    dropout_p: float,
-    sinks: torch.Tensor | None,
-    is_causal: bool,
-    documents: PackedDocuments,
-) -> torch.Tensor:
+def _attend_packed(call: Call, documents: PackedDocuments) -> torch.Tensor:
     """Attention of each document alone, (B, T, H, D). The rows become one: the end of a row is the end of a document,
     too."""
-    output = attention_of(module, query)(
-        *map(rows_as_one, (query, key, value)), scale=scale, dropout_p=dropout_p, sinks=sinks, causal=is_causal,
-        cu_seqlens=documents.cu_seqlens,
-    )  # fmt: skip
-    documents.told.add(module)
-    return one_as_rows(output, query.shape[0]).transpose(1, 2).contiguous()
+    rows = map(rows_as_one, (call.query, call.key, call.value))
+    output = _compute(call, *rows, sinks=call.sinks, causal=call.causal, cu_seqlens=documents.cu_seqlens)
+    documents.told.add(call.layer)
+    return one_as_rows(output, call.query.shape[0]).transpose(1, 2).contiguous()
+
+
+def _compute(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    attention = attention_of(call.layer, call.query)
+    return attention(query, key, value, scale=call.scale, dropout_p=call.dropout_p, **options)
 
 
 def _refuse_what_is_asked(module: nn.Module, more: Mapping[str, Any]) -> None:
@@ -202,30 +172,6 @@ def _refuse_what_is_asked(module: nn.Module, more: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_beside_documents(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
-) -> None:
-    masked = attention_mask is not None and (attention_mask.dim() != 2 or not is_seen_to_hide_nothing(attention_mask))
-    beside = [
-        name
-        for name, is_given in (
-            ("a mask that its model has made", masked),
-            ("position_bias", position_bias is not None),
-            ("other keys than those of its queries", query.shape[2] != key.shape[2]),
-        )
-        if is_given
-    ]
-    if beside:
-        raise Refused(
-            f"{which(module)} is given packed documents and {' and '.join(beside)}, which {NAME} does not compute "
-            "together. Give each document a row, with an attention_mask for the padding."
-        )
-
-
 def _refuse_other_windows(module: nn.Module, sliding_window: int | None, window: Window) -> None:
     if window.asked != sliding_window:
         raise Refused(
@@ -234,47 +180,57 @@ def _refuse_other_windows(module: nn.Module, sliding_window: int | None, window:
         )
 
 
-def _refuse_beside_a_window(
-    module: nn.Module,
-    local: LocalAttention | None,
-    mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
-    dropout: float,
-) -> None:
+def _refuse_beside_documents(call: Call) -> None:
+    mask = call.mask
+    beside = {
+        "a mask that its model has made": mask is not None and (mask.dim() != 2 or not is_seen_to_hide_nothing(mask)),
+        "position_bias": call.position_bias is not None,
+        "other keys than those of its queries": call.query.shape[2] != call.key.shape[2],
+    }
+    if any(beside.values()):
+        raise Refused(
+            f"{which(call.layer)} is given packed documents and {_names_of(beside)}, which {NAME} does not compute "
+            "together. Give each document a row, with an attention_mask for the padding."
+        )
+
+
+def _refuse_beside_a_window(call: Call, local: LocalAttention | None) -> None:
     if local is None:
         return
+    mask = call.mask
     beside = {
-        f"a mask of shape {tuple(mask.shape) if mask is not None else ()}": mask is not None and mask.dim() != 2,
+        f"a mask of shape {() if mask is None else tuple(mask.shape)}": mask is not None and mask.dim() != 2,
         "a mask that requires a gradient": mask is not None and mask.requires_grad,
-        "position_bias": position_bias is not None,
-        f"dropout={dropout}": dropout != 0,
+        "position_bias": call.position_bias is not None,
+        f"dropout={call.dropout_p}": call.dropout_p != 0,
     }
-    asked = [name for name, is_given in beside.items() if is_given]
-    if asked:
+    if any(beside.values()):
         raise Refused(
-            f"{which(module)} is local, with a window of {local.window} tokens, and given {' and '.join(asked)}, which "
-            f"{NAME} does not compute there. Give padding as attention_mask (batch, tokens), no position_bias and no "
-            'attention dropout, or use attn_implementation="sdpa".'
+            f"{which(call.layer)} is local, with a window of {local.window} tokens, and given {_names_of(beside)}, "
+            f"which {NAME} does not compute there. Give padding as attention_mask (batch, tokens), no position_bias "
+            'and no attention dropout, or use attn_implementation="sdpa".'
         )
 
 
-def _refuse_what_is_no_encoder(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None
-) -> None:
-    if query.shape[2] != key.shape[2]:
+def _names_of(given: Mapping[str, bool]) -> str:
+    return " and ".join(name for name, is_given in given.items() if is_given)
+
+
+def _refuse_what_is_no_encoder(call: Call) -> None:
+    mask, keys = call.mask, call.key.shape[2]
+    if call.query.shape[2] != keys:
         raise OtherKeys(
-            f"{which(module)} is cross-attention, or has cached keys, and {NAME} serves the self-attention of encoders "
-            'and decoders; use attn_implementation="sdpa".'
+            f"{which(call.layer)} is cross-attention, or has cached keys, and {NAME} serves the self-attention of "
+            'encoders and decoders; use attn_implementation="sdpa".'
         )
-    if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+    if mask is not None and mask.shape[-1] != keys:
         raise Refused(
-            f"{which(module)} has {key.shape[2]} tokens and is given a mask of {attention_mask.shape[-1]}; give "
-            "attention_mask as many tokens as input_ids."
+            f"{which(call.layer)} has {keys} tokens and is given a mask of {mask.shape[-1]}; give attention_mask as "
+            "many tokens as input_ids."
         )
-    is_causal_mask = attention_mask is not None and attention_mask.dtype == MASK_DTYPE
-    if attention_mask is not None and (is_causal_mask or (attention_mask.is_meta and not query.is_meta)):
+    if mask is not None and (mask.dtype == MASK_DTYPE or (mask.is_meta and not call.query.is_meta)):
         raise Refused(
-            f"{which(module)} is bidirectional and given a mask that is causal, packed, with an overlay or for "
+            f"{which(call.layer)} is bidirectional and given a mask that is causal, packed, with an overlay or for "
             f'cross-attention, which {NAME} does not compute there; use attn_implementation="sdpa".'
         )
 

@@ -19,7 +19,7 @@ from ...sequence.deal import check_ranks
 from ...sequence.exchange import RanksOfSequence
 from ...sequence.halo_plan import part_lengths
 from ..transformers_family import NAME, is_switched, layers_by_model, pretrained_model_around
-from .binding import Refused, attached_to, which
+from .binding import Call, Refused, attached_to, which
 from .masks import hides_nothing
 from .packing import CUMULATIVE, FOR_FLASH_ATTENTION, PART_KEYWORD, DocumentsRead, documents_of, positions_of
 
@@ -106,26 +106,16 @@ class Part(DocumentsRead):
     @torch.compiler.disable(
         reason=f"{NAME} computes sequences over several ranks outside of graphs: compile without fullgraph=True."
     )
-    def attend(
-        self,
-        layer: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,
-        dropout_p: float,
-        sinks: torch.Tensor | None,
-        causal: bool,
-    ) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         """Attention of a layer over the whole sequence, (B, T_r, H, D), contiguous."""
-        attention: Any = attached_to(layer).attention
+        attention: Any = attached_to(call.layer).attention
         if attention not in self._attentions:
             self._attentions[attention] = SequenceParallelAttention.around(attention, self.ranks)
         output = self._attentions[attention](
-            query, key, value, lengths=self.lengths, cu_seqlens=self.cu_seqlens, scale=scale, causal=causal,
-            key_padding_mask=self.mask, sinks=sinks, dropout_p=dropout_p,
+            call.query, call.key, call.value, lengths=self.lengths, cu_seqlens=self.cu_seqlens, scale=call.scale,
+            causal=call.causal, key_padding_mask=self.mask, sinks=call.sinks, dropout_p=call.dropout_p,
         )  # fmt: skip
-        self.told.add(layer)
+        self.told.add(call.layer)
         return output.transpose(1, 2).contiguous()
 
 
@@ -134,36 +124,27 @@ def is_in_parts(layer: nn.Module, part: Part | Alone | None) -> bool:
     return isinstance(part, Part) or (part is None and _IN_PARTS in vars(layer))
 
 
-def attend_part(
-    layer: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    part: Any,
-    beside: Mapping[str, Any],
-    **options: Any,
-) -> torch.Tensor:
+def attend_part(call: Call, part: Part | Alone | None) -> torch.Tensor:
     """What `attention` returns where the model is over several ranks.
 
     Raises:
-        Refused: a mask of pairs of tokens, cached keys, or one of `beside`, which go by places in the sequence; no
-            part, as where a model inside the one that cuts its batch is called.
+        Refused: a mask of pairs of tokens, cached keys, or a bias, which go by places in the sequence; no part, as
+            where a model inside the one that cuts its batch is called.
     """
-    if part is None:
+    if not isinstance(part, Part):
         raise Refused(
-            f"{which(layer)} of a sequence-parallel model ran without the part of the sequence that is this rank's; "
-            "call the whole model, which ds_sparse.sequence_parallel was given, or undo() what it returned."
+            f"{which(call.layer)} of a sequence-parallel model ran without the part of the sequence that is this "
+            "rank's; call the whole model, which ds_sparse.sequence_parallel was given, or undo() what it returned."
         )
-    asked = [name for name, value in beside.items() if value is not None]
-    asked += ["a mask of pairs of tokens"] if mask is not None and mask.dim() != 2 else []
-    asked += ["cached keys"] if query.shape[2] != key.shape[2] else []
+    asked = ["position_bias"] if call.position_bias is not None else []
+    asked += ["a mask of pairs of tokens"] if call.mask is not None and call.mask.dim() != 2 else []
+    asked += ["cached keys"] if call.query.shape[2] != call.key.shape[2] else []
     if asked:
         raise Refused(
-            f"{which(layer)} of a sequence-parallel model asks the attention for {', '.join(asked)}, which goes by "
-            "places in the whole sequence; leave it out, or train without sequence_parallel_size."
+            f"{which(call.layer)} of a sequence-parallel model asks the attention for {', '.join(asked)}, which goes "
+            "by places in the whole sequence; leave it out, or train without sequence_parallel_size."
         )
-    return part.attend(layer, query, key, value, **options)
+    return part.attend(call)
 
 
 def sequence_parallel(model: nn.Module, group: distributed.ProcessGroup | None = None) -> SequenceParallel:
