@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models.families.made import Fused, InTheManner, Loss
 
 import ds_sparse
 from ds_sparse import notices
@@ -45,25 +46,6 @@ class Layer(torch.nn.Module):
 
     def forward(self, x):
         return self.self(x).square().mean()
-
-
-class Dense(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.self = DenseLayer()
-        self.self.num_attention_heads = 4
-
-    def forward(self, x):
-        return self.self(x)
-
-
-class DenseLayer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (torch.nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x):
-        return (torch.softmax(self.query(x) @ self.key(x).mT, -1) @ self.value(x)).square().mean()
 
 
 @pytest.mark.parametrize(("flag", "structure"), [(True, None), (False, ds_sparse.FixedSparsityConfig(num_heads=4))])
@@ -142,10 +124,10 @@ def test_layers_of_the_block_are_given_one_by_one(make_args):
 
 def test_initialize_makes_each_layer_what_its_entry_says(make_args, capsys):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(Dense(), Dense(), Dense())
+    model = torch.nn.Sequential(*(InTheManner() for _ in range(3)))
     ds_sparse.initialize(make_args(block=BY_LAYER), model)
-    assert [type(layer.self).__name__ for layer in model] == [
-        "BertSparseSelfAttention", "DenseLayer", "BertSparseSelfAttention",
+    assert [type(layer).__name__ for layer in model] == [
+        "BertSparseSelfAttention", "InTheManner", "BertSparseSelfAttention",
     ]  # fmt: skip
     out = capsys.readouterr().out
     assert '1 attention layer stays dense: null in "layers" of the block.' in out
@@ -155,13 +137,13 @@ def test_initialize_makes_each_layer_what_its_entry_says(make_args, capsys):
 def test_layers_built_by_the_block_are_taken_and_others_are_named(make_args, capsys):
     args = make_args(block=BY_LAYER)
     structures = ds_sparse.get_sparse_attention_layers(args, 4, 3)
-    built = [Dense() if structure is None else Layer(structure) for structure in structures]
+    built = [InTheManner() if structure is None else Layer(structure) for structure in structures]
     ds_sparse.initialize(args, torch.nn.Sequential(*built))
     assert "sparse attention is on in 2 of 3 attention layers." in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"layer 1.self.* where the JSON says null, dense attention"):
         ds_sparse.initialize(args, torch.nn.Sequential(built[0], Layer(structures[2]), built[2]))
-    with pytest.raises(ValueError, match=r"2 of the model's 3 attention layers are sparse \(dense: 2.self\)"):
-        ds_sparse.initialize(args, torch.nn.Sequential(built[0], Layer(structures[2]), Dense()))
+    with pytest.raises(ValueError, match=r"2 of the model's 3 attention layers are sparse \(dense: 2\)"):
+        ds_sparse.initialize(args, torch.nn.Sequential(built[0], Layer(structures[2]), InTheManner()))
 
 
 def test_the_decoder_of_a_sparse_encoder_stays_dense(make_args, capsys):
@@ -211,7 +193,7 @@ def test_initialize_without_the_flag_trains_dense_from_the_same_json_and_says_so
     config = None
     if as_dict:
         config, args.deepspeed_config = BASE | {"sparse_attention": BLOCK}, None
-    model = DenseLayer()
+    model = Loss(InTheManner())
     engine, *_ = ds_sparse.initialize(args=args, model=model, config=config, model_parameters=model.parameters())
     assert "has a sparse_attention block and it is off: training is dense" in capsys.readouterr().out
     engine.backward(engine(torch.randn(2, 64, 32).to(engine.device)))
@@ -220,33 +202,8 @@ def test_initialize_without_the_flag_trains_dense_from_the_same_json_and_says_so
         assert "sparse_attention" in config
 
 
-class DenseModel(torch.nn.Module):
-    """Two layers whose `attention` can be replaced: it is called with hidden states and a mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.ModuleList(DenseAttention() for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layer:
-            x = x + layer(x, None)
-        return x.square().mean()
-
-
-class DenseAttention(torch.nn.Module):
-    num_attention_heads = 4
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (torch.nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x, attention_mask):
-        query, key, value = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-
-
 def test_the_flag_makes_a_dense_model_sparse(make_args, capsys):
-    model = DenseModel()
+    model = Loss(InTheManner(), InTheManner())
     parameters = list(model.parameters())
     x = torch.randn(2, 64, 32)
     dense_loss = model(x).item()
@@ -254,7 +211,7 @@ def test_the_flag_makes_a_dense_model_sparse(make_args, capsys):
     said = capsys.readouterr().out
     assert "2 attention layers made sparse: BigBirdSparsityConfig, block 16" in said
     assert said.count("sparse attention is on in 2 of 2 attention layers.") == 1
-    assert all(isinstance(layer, ds_sparse.BertSparseSelfAttention) for layer in model.layer)
+    assert all(isinstance(layer, ds_sparse.BertSparseSelfAttention) for layer in model.layers)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     x = x.to(engine.device)
     first = engine(x)
@@ -266,12 +223,12 @@ def test_the_flag_makes_a_dense_model_sparse(make_args, capsys):
 
 def test_a_model_that_the_flag_made_sparse_can_be_initialized_again(make_args, capsys):
     args = make_args(block=BLOCK | {"seed": 1})
-    model = DenseModel()
+    model = Loss(InTheManner(), InTheManner())
     for _ in range(2):
         ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
     assert capsys.readouterr().out.count("sparse attention is on in 2 of 2 attention layers.") == 2
     with pytest.raises(
-        ValueError, match="layer layer.0.sparse_self_attention has BigBirdSparsityConfig.*JSON says Fixed"
+        ValueError, match="layer layers.0.sparse_self_attention has BigBirdSparsityConfig.*JSON says Fixed"
     ):
         ds_sparse.initialize(args=make_args(block={"mode": "fixed"}), model=model)
 
@@ -290,20 +247,8 @@ def test_a_transformers_model_is_made_sparse_and_held_to_the_json(make_args, cap
         ds_sparse.initialize(args=make_args(block=BLOCK | {"num_random_blocks": 2}), model=model)
 
 
-class Calls(torch.nn.Module):
-    """Of a kind of its own: it calls scaled_dot_product_attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = torch.nn.Linear(32, 96)
-
-    def forward(self, x):
-        heads = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        return torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-
-
 def test_a_model_is_tried_once(make_args):
-    class Counted(Calls):
+    class Counted(Fused):
         ran = 0
 
         def forward(self, x):
@@ -317,7 +262,7 @@ def test_a_model_is_tried_once(make_args):
 
 def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, capsys):
     decoder = torch.nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
-    model = torch.nn.ModuleDict({"decoder": decoder, "calls": Calls()})
+    model = torch.nn.ModuleDict({"decoder": decoder, "calls": Fused()})
     args = make_args(block=BLOCK | {"seed": 1})
     for _ in range(2):
         ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
@@ -327,13 +272,13 @@ def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, ca
             ds_sparse.initialize(args=make_args(block={"mode": "fixed"}), model=model)
         del model[name.partition(".")[0]]
     with pytest.raises(ValueError, match='no seed.*"seed": 0 in a block'):
-        ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([Calls()]))
+        ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([Fused()]))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_model_of_several_kinds_that_sparsify_made_sparse_is_taken_with_the_same_entries(make_args, number, capsys):
     encoder = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    model = torch.nn.Sequential(Calls(), encoder, Calls())
+    model = torch.nn.Sequential(Fused(), encoder, Fused())
     block = {"mode": "fixed", "block": 16, "layers": {str(number): None, "2": {"mode": "dense"}}}
     ds_sparse.sparsify(model, block, max_seq_length=64)
     ds_sparse.initialize(args=make_args(block=block), model=model, model_parameters=model.parameters())
@@ -341,14 +286,16 @@ def test_a_model_of_several_kinds_that_sparsify_made_sparse_is_taken_with_the_sa
     assert f"sparse attention is on in {sparse} of 3 attention layers." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("make_model", ["DenseModel", "BertModel"])
+@pytest.mark.parametrize("make_model", ["in the manner", "BertModel"])
 def test_a_checkpoint_keeps_random_blocks_that_were_drawn(make_args, make_model, tmp_path):
     transformers = pytest.importorskip("transformers")
 
     def start():
         torch.manual_seed(0)
         hf = make_model == "BertModel"
-        model = transformers.BertModel(transformers.BertConfig(**BERT)).eval() if hf else DenseModel()
+        model = (
+            transformers.BertModel(transformers.BertConfig(**BERT)).eval() if hf else Loss(InTheManner(), InTheManner())
+        )
         engine, *_ = ds_sparse.initialize(args=make_args(), model=model, model_parameters=model.parameters())
         x = torch.arange(512)[None] % 20 if hf else torch.linspace(-1, 1, 512 * 32).view(1, 512, 32)
         return engine, lambda: engine(x.to(engine.device))[0].detach() if hf else engine(x.to(engine.device)).detach()
@@ -363,7 +310,7 @@ def test_a_checkpoint_keeps_random_blocks_that_were_drawn(make_args, make_model,
 
 
 def test_the_flag_without_a_block_makes_it_fixed_and_says_so(make_args, capsys):
-    model = DenseModel()
+    model = Loss(InTheManner(), InTheManner())
     ds_sparse.initialize(args=make_args(block=None), model=model, model_parameters=model.parameters())
     said = capsys.readouterr().out
     assert "Fixed sparsity is used as default" in said and "made sparse: FixedSparsityConfig" in said
@@ -376,7 +323,7 @@ def test_a_notice_is_given_once_a_process(make_args, capsys, monkeypatch):
         ds_sparse.get_sparse_attention_config(args, 4)
     args.deepspeed_config = json.loads(Path(args.deepspeed_config).read_text())
     ds_sparse.get_sparse_attention_config(args, 4)
-    ds_sparse.initialize(args=args, model=DenseModel())
+    ds_sparse.initialize(args=args, model=Loss(InTheManner(), InTheManner()))
     said = capsys.readouterr().out
     assert (
         said.count("sparse_attention.local_window_blocks: belongs to mode") == 1 and "ds.json: sparse_attention" in said
@@ -387,7 +334,7 @@ def test_the_flag_with_a_model_that_it_cannot_serve_is_an_error(make_args, monke
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda *_, **__: pytest.fail("nothing is to be started")
     )
-    model = torch.nn.ModuleList([Layer(ds_sparse.get_sparse_attention_config(make_args(), 4)), DenseLayer()])
+    model = torch.nn.ModuleList([Layer(ds_sparse.get_sparse_attention_config(make_args(), 4)), InTheManner()])
     with pytest.raises(
         ValueError, match=r"1 of the model's 2 attention layers are sparse \(dense: 1\); build all of them"
     ):
@@ -477,9 +424,7 @@ def test_layers_that_a_pipeline_module_calls_by_its_own_list_are_sparse():
     ds_sparse.init_distributed(dist_backend="gloo", verbose=False)
     from deepspeed.pipe import PipelineModule
 
-    layers = [DenseLayer(), torch.nn.LayerNorm(32), DenseLayer()]
-    for layer in layers[::2]:
-        layer.num_attention_heads = 4
+    layers = [InTheManner(), torch.nn.LayerNorm(32), InTheManner()]
     model, x = PipelineModule(layers, num_stages=1), torch.randn(1, 64, 32)
     other = torch.cat([x[:, :-1], torch.randn(1, 1, 32)], 1)
     block = {"mode": "bslongformer", "block": 16, "num_sliding_window_blocks": 1, "global_block_indices": []}
@@ -487,7 +432,7 @@ def test_layers_that_a_pipeline_module_calls_by_its_own_list_are_sparse():
     assert [type(f).__name__ for f in model.forward_funcs[::2]] == ["BertSparseSelfAttention"] * 2
     assert torch.equal(model(x)[:, :48], model(other)[:, :48])
     report.undo()
-    assert [type(f) for f in model.forward_funcs[::2]] == [DenseLayer] * 2
+    assert [type(f) for f in model.forward_funcs[::2]] == [InTheManner] * 2
 
 
 def test_two_configurations_or_none_are_an_error(make_args):

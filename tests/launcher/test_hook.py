@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from models.families.made import InTheManner, Loss
 from transformers import Trainer, trainer
 
 import ds_sparse
@@ -23,25 +24,8 @@ CONFIG = {
 }
 
 
-class Attention(torch.nn.Module):
-    num_attention_heads = 2
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (torch.nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x, attention_mask=None):
-        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = Attention()
-
-    def forward(self, x):
-        return self.layer(x, None).square().mean()
+def make_model() -> Loss:
+    return Loss(InTheManner())
 
 
 @pytest.fixture
@@ -58,18 +42,18 @@ def installed(monkeypatch):
 @pytest.mark.parametrize("flag", ["sparse", "dense"])
 def test_initialize_follows_the_flag_of_the_launcher(flag, monkeypatch, capsys):
     monkeypatch.setenv("DS_SPARSE_RUN", flag)
-    model = Model()
+    model = make_model()
     parameters = list(model.parameters())
     engine, *rest = deepspeed.initialize(model=model, model_parameters=parameters, config_params=dict(CONFIG))
     assert len(rest) == 3 and all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ds_sparse:")]
     if flag == "sparse":
-        assert isinstance(model.layer, ds_sparse.BertSparseSelfAttention)
+        assert isinstance(model.layers[0], ds_sparse.BertSparseSelfAttention)
         assert said[-1] == "ds_sparse: sparse attention is on in 1 of 1 attention layers."
     else:
-        assert isinstance(model.layer, Attention)
+        assert isinstance(model.layers[0], InTheManner)
         assert len(said) == 1 and "it is off: training is dense" in said[0]
-    engine.backward(engine(torch.randn(2, 64, 16).to(engine.device)))
+    engine.backward(engine(torch.randn(2, 64, 32).to(engine.device)))
     engine.step()
 
 
@@ -78,10 +62,10 @@ def test_initialize_follows_the_flag_of_the_launcher(flag, monkeypatch, capsys):
 def test_the_launchers_flag_counts_beside_that_of_the_programs_own_parser(flag, monkeypatch):
     """bing_bert's own parser knows the flag; given before the script, it does not get it."""
     monkeypatch.setenv("DS_SPARSE_RUN", flag)
-    model = Model()
+    model = make_model()
     args = SimpleNamespace(deepspeed_sparse_attention=False)
     deepspeed.initialize(args, model, model_parameters=model.parameters(), config=dict(CONFIG))
-    assert isinstance(model.layer, ds_sparse.BertSparseSelfAttention if flag == "sparse" else Attention)
+    assert isinstance(model.layers[0], ds_sparse.BertSparseSelfAttention if flag == "sparse" else InTheManner)
 
 
 @pytest.mark.usefixtures("installed")
@@ -90,26 +74,26 @@ def test_a_program_that_uses_ds_sparse_itself_gets_the_flag_and_may_switch_it_of
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     parser = ds_sparse.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed_config", str(tmp_path / "ds.json")])
-    structure = ds_sparse.get_sparse_attention_config(args, num_heads=2)
+    structure = ds_sparse.get_sparse_attention_config(args, num_heads=4)
     assert isinstance(structure, ds_sparse.BSLongformerSparsityConfig)
-    model = Model()
-    config = SimpleNamespace(hidden_size=16, num_attention_heads=2)
-    model.layer = ds_sparse.BertSparseSelfAttention(config, structure, max_seq_length=64)
+    model = make_model()
+    config = SimpleNamespace(hidden_size=32, num_attention_heads=4)
+    model.layers[0] = ds_sparse.BertSparseSelfAttention(config, structure, max_seq_length=64)
     engine, *_ = ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
-    engine.backward(engine(torch.randn(2, 64, 16).to(engine.device)))
+    engine.backward(engine(torch.randn(2, 64, 32).to(engine.device)))
 
     args.deepspeed_sparse_attention = False
-    assert ds_sparse.get_sparse_attention_config(args, num_heads=2) is None
-    dense = Model()
+    assert ds_sparse.get_sparse_attention_config(args, num_heads=4) is None
+    dense = make_model()
     ds_sparse.initialize(args=args, model=dense, model_parameters=dense.parameters())
-    assert isinstance(dense.layer, Attention)
+    assert isinstance(dense.layers[0], InTheManner)
 
 
 @pytest.mark.usefixtures("installed")
 def test_the_transformer_kernel_is_refused(monkeypatch):
     monkeypatch.setenv("DS_SPARSE_RUN", "sparse")
     with pytest.raises(ValueError, match="--deepspeed_transformer_kernel are both on"):
-        deepspeed.initialize(SimpleNamespace(deepspeed_transformer_kernel=True), Model(), config=dict(CONFIG))
+        deepspeed.initialize(SimpleNamespace(deepspeed_transformer_kernel=True), make_model(), config=dict(CONFIG))
 
 
 @pytest.mark.usefixtures("installed")
@@ -165,7 +149,7 @@ def test_the_trainer_deals_its_batches_to_the_ranks_of_a_sequence(monkeypatch):
 
     def loader_of(config):
         state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
-        those = SimpleNamespace(accelerator=SimpleNamespace(state=state), model=Model(), loader=[1])
+        those = SimpleNamespace(accelerator=SimpleNamespace(state=state), model=make_model(), loader=[1])
         return Trainer.get_train_dataloader(those)
 
     assert loader_of({"sequence_parallel_size": 2}) == ("dealt", [1], 2) and loader_of({}) == [1]

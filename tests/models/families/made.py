@@ -135,6 +135,19 @@ class Sequence(nn.Module):
         return x
 
 
+class Loss(nn.Module):
+    """Layers one after the other, each beside its input, and the mean square of what they give."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
 def encoder(layers: int = 2, **more) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 64, batch_first=True, **more)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=not more.get("norm_first", False))
