@@ -1,4 +1,4 @@
-"""What DeepSpeed's launcher starts as each worker: it becomes the user's program, as that would run by itself.
+"""The program that DeepSpeed's launcher starts as each worker: it becomes the user's, as that would run by itself.
 
     python child.py [--local_rank=N] [--deepspeed_sparse_attention] {script,module,program} -- WORDS
 

@@ -28,14 +28,14 @@ CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed_config_file", "--deepscale_
 
 
 class Invocation(NamedTuple):
-    """What a user asks for with `ds_sparse run`."""
+    """A user's words to `ds_sparse run`, read."""
 
     options: list[str]
     """DeepSpeed's own, without --module, --no_python and our flag."""
     kind: str
     """"script", or "module" (--module), or "program" (--no_python)."""
     sparse: bool
-    """Whether the flag stands before the program or after it."""
+    """The flag stands before the program or after it."""
     program: str
     arguments: list[str]
 
@@ -115,7 +115,7 @@ def _check_block(block: Mapping[str, Any], path: str) -> None:
 
 
 def _is_mistyped(mode: str, modes: Sequence[str]) -> bool:
-    """Whether a mode is a known one with a typo or other capitals. One that holds a known name whole, such as
+    """Tells whether a mode is a known one with a typo or other capitals. One that holds a known name whole, such as
     "fixed_2", is named after it."""
     word = mode.lower()
     if word in ("", *modes):
@@ -124,7 +124,7 @@ def _is_mistyped(mode: str, modes: Sequence[str]) -> bool:
 
 
 def _parsed(words: list[str]) -> tuple[Any, str]:
-    """What DeepSpeed's parser makes of the words, or None and its complaint."""
+    """Has DeepSpeed's parser read the words; None and its complaint where it does not."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:

@@ -1,4 +1,4 @@
-"""What `ds_sparse run` changes in DeepSpeed, in a process whose program has just imported it."""
+"""Changes of `ds_sparse run` in DeepSpeed, in a process whose program has just imported it."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def _wrong_entry(key: Any, entry: Any) -> str | None:
 
 
 def _has_layers(block: Mapping[str, Any]) -> bool:
-    """Whether a block has `layers`; those of a structure that has a field of this name are its own."""
+    """Tells whether a block has `layers`; those of a structure that has a field of this name are its own."""
     return LAYERS_KEY in block and LAYERS_KEY not in _fields_of(block.get("mode", DEFAULT_MODE))
 
 
@@ -301,7 +301,7 @@ def _difference(block: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_null(entry: Any) -> bool:
-    """Whether an entry is null, or Python's None, which hjson reads as text."""
+    """Tells whether an entry is null, or Python's None, which hjson reads as text."""
     return entry is None or (isinstance(entry, str) and re.fullmatch(NONE, entry) is not None)
 
 

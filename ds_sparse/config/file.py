@@ -96,7 +96,7 @@ def parse_config(raw: bytes, source: str) -> LoadedConfig:
 
 
 def name_of(source: Source) -> str:
-    """What to call a configuration in a message."""
+    """Names a configuration in a message."""
     if isinstance(source, Mapping):
         return "the config dict"
     name = os.fspath(source)
@@ -166,7 +166,7 @@ def _parse(raw: bytes, source: str) -> dict[str, Any]:
 
 
 def _why_not_json(text: str, error: Exception) -> str:
-    """What Python's reader of strict JSON says, which is nearer to the mistake: hjson takes a word that it does not
+    """Quotes Python's reader of strict JSON, which is nearer to the mistake: hjson takes a word that it does not
     know for text up to the end of its line, and then misses what stands there. hjson's own where the file has
     comments or texts of several lines."""
     if isinstance(error, OverflowError):

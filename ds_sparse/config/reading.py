@@ -47,11 +47,11 @@ STRUCTURE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What the code of a user's structure may raise; the reader makes a sentence of it."""
+"""Errors that the code of a user's structure may raise; the reader makes a sentence of them."""
 
 
 class Choice(NamedTuple):
-    """What a block says: a class, and values for it.
+    """A class that a block names, and its values.
 
     Attributes:
         at: where the block stands, for errors.
@@ -98,7 +98,7 @@ class Reading:
     def read(
         self, block: Mapping[str, Any], num_heads: int, seq_len: int | None
     ) -> tuple[Choice, SparsityConfig] | None:
-        """What a block says, and its structure for so many heads; None where there is a mistake."""
+        """Reads a block, and makes its structure for so many heads; None where there is a mistake."""
         given = {key: _with_integers(value) for key, value in block.items()}
         mode = given.pop("mode", DEFAULT_MODE)
         fields_of = {name: json_fields(known) for name, known in loaded_classes().items()}
@@ -333,12 +333,12 @@ def _takes(key: str, field: FieldInfo, value: Any) -> bool:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether both stand in a file as the same, which 1 and true do not."""
+    """Compares values as they stand in a file, where 1 is not true."""
     return json.dumps(value, default=repr) == json.dumps(_with_integers(default), default=repr)
 
 
 def describe(schema: Mapping[str, Any]) -> str | None:
-    """What a value may be, in words, from its JSON schema; None for a schema that we have no words for."""
+    """Says in words what a value may be, from its JSON schema; None for a schema that we have no words for."""
     if "enum" in schema:
         return one_of(schema["enum"])
     if "anyOf" in schema:

@@ -81,5 +81,5 @@ def _layers(mode: str) -> dict[str, Any]:
 
 
 def summary(cls: type[SparsityConfig]) -> str:
-    """What a structure is, in a sentence: the first of its class's docstring."""
+    """Describes a structure by the first sentence of its class's docstring."""
     return " ".join((cls.__doc__ or cls.__name__).split("\n\n")[0].split())

@@ -21,10 +21,10 @@ from ..config import (
     LayerStructures,
     Source,
     SparseAttentionConfigError,
-    layer_entries,
     load_config,
     read_block,
 )
+from ..config.block import layer_entries
 from ..config.file import name_of
 from ..extras import optional_imports
 from ..models.families import families

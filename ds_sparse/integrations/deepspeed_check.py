@@ -1,4 +1,4 @@
-"""What DeepSpeed will say about a JSON, from its own classes, before anything is trained.
+"""Asks DeepSpeed's own classes what they will say about a JSON, before anything is trained.
 
 Nothing is initialised and no device is used. DeepSpeed reads a configuration once, for one rank, and stops at the first
 mistake. Here it reads each key beside a batch size alone, so that every mistake is found and has a name, and then all
@@ -27,7 +27,7 @@ from ..wording import cut, did_you_mean, hint_of_text, printable, reason, show, 
 from .deepspeed_sequence import BATCH, DATA_KEY, KEY, autosp, wrong_size
 
 AUTO = "auto"
-"""What Transformers' Trainer and accelerate fill in before DeepSpeed reads it."""
+"""Values that Transformers' Trainer and accelerate fill in before DeepSpeed reads them."""
 
 _TRAIN, _MICRO, _ = BATCH
 _IGNORED = "DeepSpeed reads no such key, and ignores it."
@@ -39,7 +39,7 @@ LONGEST = 240
 
 
 class Verdict(NamedTuple):
-    """What DeepSpeed says about a configuration: sentences that begin with a dotted key."""
+    """DeepSpeed's verdict on a configuration: sentences that begin with a dotted key."""
 
     version: str
     mistakes: list[str]
@@ -171,7 +171,7 @@ def _refused_together(passed: dict[str, Any], config: Mapping[str, Any]) -> list
 
 
 def _numbers_in_quotes(config: Mapping[str, Any]) -> list[str]:
-    """What DeepSpeed reads without a look, and trips over when it computes with it."""
+    """Finds numbers in quotes, which DeepSpeed reads without a look and trips over later."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     default = DeepSpeedConfig({_MICRO: 1})
@@ -210,7 +210,7 @@ def _never_asked(config: _Asked, above: str) -> Iterator[tuple[str, str | None]]
 
 
 def _warned(config: Mapping[str, Any]) -> list[str]:
-    """What DeepSpeed logs as a warning while it reads."""
+    """Collects the warnings that DeepSpeed logs while it reads."""
     _, warnings = _read(copy.deepcopy(dict(config)))
     said = (cut(printable(" ".join(warning.split())), LONGEST) for warning in warnings)
     return [f"DeepSpeed warns: {sentence.rstrip('.')}." for sentence in said]
@@ -293,7 +293,7 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 
 def _refused_of_all(params: Mapping[str, Any]) -> str | None:
-    """What DeepSpeed says of parameters before it looks at whose they are."""
+    """DeepSpeed's refusal of parameters before it looks at whose they are."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     class Looked(Exception):
@@ -427,9 +427,9 @@ class _Asked(dict):
         super().__init__({key: _Asked(value) if isinstance(value, dict) else value for key, value in content.items()})
         self.asked: set[Any] = set()
         self.read = False
-        """Whether a value was taken by its key, and not only all of them at once."""
+        """A value was taken by its key, and not only all of them at once."""
         self.handed_on = False
-        """Whether it was copied for what reads it later."""
+        """It was copied for what reads it later."""
 
     def __copy__(self) -> _Asked:
         self.handed_on = True
@@ -454,7 +454,7 @@ class _Asked(dict):
 
 
 def _read(config: dict[str, Any]) -> tuple[Exception | None, list[str]]:
-    """What DeepSpeed raises for a configuration, and what it warns of. Over a shape that it does not expect it trips by
+    """Has DeepSpeed read a configuration: its error, and its warnings. Over a shape that it does not expect it trips by
     any error."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
@@ -483,7 +483,7 @@ def _logged() -> Iterator[list[logging.LogRecord]]:
 
 
 def _in_words(error: Exception) -> str:
-    """What an error of DeepSpeed's says, as the end of a sentence."""
+    """Puts an error of DeepSpeed's into words, as the end of a sentence."""
     text = reason(error)
     kind = f"{type(error).__name__}: "
     # An assertion or an error of DeepSpeed's own says it in words.

@@ -21,7 +21,7 @@ KERNEL_EXCLUDED = (
 
 
 def is_on(args: Any = None, *, launcher_decides: bool = False) -> bool:
-    """Whether the flag was given.
+    """Tells whether the flag was given.
 
     Args:
         args: parsed arguments of the script. Where its parser knows the flag, they say so; where it does not, what was

@@ -71,13 +71,13 @@ def models_around(model: nn.Module, inner: PreTrainedModel) -> list[PreTrainedMo
 
 
 def through_interface(model: PreTrainedModel) -> bool:
-    """Whether a Transformers model leaves its attention to `attn_implementation`, as far as its source tells; others
+    """Tells whether a Transformers model leaves attention to `attn_implementation`, as far as its source says; others
     accept any name and ignore it. For the innermost model around a layer."""
     return type(model)._can_set_attn_implementation()
 
 
 def is_switched(model: PreTrainedModel | None) -> bool:
-    """Whether the attention layers of which this is the innermost model are sparse."""
+    """Tells whether the attention layers of which this is the innermost model are sparse."""
     return model is not None and model.config._attn_implementation == NAME and through_interface(model)
 
 
@@ -141,7 +141,7 @@ class TransformersModels(Family):
 
 
 def _computes_sparse(layer: nn.Module) -> bool:
-    """Whether a layer of a switched model is sparse, too: not one that its block leaves dense, nor one that is not on
+    """Tells whether a layer of a switched model is sparse too: none that its block leaves dense, nor one not on
     the attention interface."""
     attached: Any = vars(layer).get("_ds_sparse")
     return not isinstance(layer, nn.MultiheadAttention) and getattr(attached, "attention", None) is not dense_attention

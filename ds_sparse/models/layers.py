@@ -1,4 +1,4 @@
-"""Which attention layers of a model are sparse, whatever family it is of."""
+"""Finds the attention layers of a model, sparse and dense, whatever family it is of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `sparsify` changed in a model, and the way back."""
+"""The report of what `sparsify` changed in a model, and the way back."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StayDense:
 
 
 def describe(attention: StructuredAttention) -> str:
-    """What computes in a layer, in a few words."""
+    """Describes what computes in a layer, in a few words."""
     structure, tokens = attention.sparsity_config, attention.max_seq_length
     return (
         f"{type(structure).__name__}, block {structure.block}, density {density(attention.layout):.1%} at {tokens} "

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..common_seed import set_common_seed
-from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, beyond, seed_of
+from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError
+from ..config.block import beyond, seed_of
 from ..modules.multihead_attention import check_repeatable
 from ..modules.structure_argument import for_all_layers, read_structures
 from ..sparsity import SparsityConfig
@@ -80,7 +81,7 @@ class Structures:
             check_repeatable(structure)
 
     def _unseeded(self, num_heads: int) -> LayerStructures:
-        """What was asked for; a block is read once, for whatever heads come first."""
+        """The structures as asked for; a block is read once, for whatever heads come first."""
         if self._read is None and isinstance(self.wanted, Mapping):
             self._read = read_structures(self.wanted, num_heads)
         return read_structures(self.wanted if self._read is None else self._read, num_heads)

@@ -73,7 +73,7 @@ def first_line(error: Exception) -> str:
 
 
 def in_trial(model: nn.Module, run: Callable[[], T]) -> T:
-    """What `run` returns, which makes a copy of a model and runs it: nothing is computed, and PyTorch does not log what
+    """Returns what `run` does, which runs a copy of a model: nothing is computed, and PyTorch does not log what
     operations do not take.
 
     The code of a model may keep what it makes: in caches of functools, in globals and classes of its package, in
@@ -112,7 +112,7 @@ def _clear_frames(error: BaseException | None) -> None:
 
 
 def _is_alive(mode: Callable[[], FakeTensorMode | None]) -> bool:
-    """Whether there is a fake tensor of a mode, as far as is known: each holds it."""
+    """Tells whether there is a fake tensor of a mode, as far as is known: each holds it."""
     for generation in range(3):  # the youngest objects first, as looking at all takes a second
         if mode() is not None:
             gc.collect(generation)
@@ -147,7 +147,7 @@ def _holds_a_fake(found: list[Any], mode: FakeTensorMode | None, depth: int = _D
 
 
 def _inside(x: Any) -> list[Any]:
-    """What a container holds, or the attributes of an object."""
+    """Lists what a container holds, or the attributes of an object."""
     kind = type(x)
     if issubclass(kind, dict | list | tuple | set | frozenset):
         return gc.get_referents(x)
@@ -177,7 +177,7 @@ class _Place:
         self._containers = [(x, x.copy()) for x in containers]
 
     def put_back(self, is_left: Callable[[Any], bool]) -> None:
-        """What `is_left` says that the trial left is as it was; all else stays: imports, registrations, counters."""
+        """Puts back what `is_left` says that the trial left; all else stays: imports, registrations, counters."""
         place, now = self._place, dict(vars(self._place))
         # Attributes of a class cannot be written but by these; those of a module have a meaning to PyTorch.
         is_class = isinstance(place, type)

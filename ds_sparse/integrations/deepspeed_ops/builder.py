@@ -26,7 +26,7 @@ class SparseAttnBuilder(OpBuilder):
         return []
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the library loads here."""
+        """Tells whether the library loads here."""
         try:
             self.load()
         except (ImportError, OSError) as error:

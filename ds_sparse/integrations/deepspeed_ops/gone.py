@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class Gone:
-    """What can be imported under an old name, and says at its first use what to use instead.
+    """Stands under an old name that can be imported, and says at its first use what to use instead.
 
     Raises:
         AttributeError, TypeError: on any use, with that sentence.

@@ -241,7 +241,7 @@ def _has_name(model: PreTrainedModel) -> bool:
 
 
 def _is_being_made() -> bool:
-    """Whether this is called by the constructor of a Transformers model that another one contains: that one settles
+    """Tells whether the constructor of a Transformers model calls this that another one contains: that one settles
     both."""
     frame: FrameType | None = sys._getframe(1)
     making = set()

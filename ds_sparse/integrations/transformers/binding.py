@@ -1,4 +1,4 @@
-"""What a layer of a Transformers model has of ours: the structure that its config says, with its layouts."""
+"""State of ours on a layer of a Transformers model: the structure that its config says, with its layouts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...config import (
-    BLOCK_KEY,
-    LAYERS_KEY,
-    LayerStructures,
-    SparseAttentionConfigError,
-    beyond,
-    layers_of,
-    read_block,
-)
+from ...config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, read_block
+from ...config.block import beyond, layers_of
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
@@ -35,14 +28,14 @@ from ..transformers_family import NAME
 
 MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"
 CONFIG_KEYS = (BLOCK_KEY, MAX_SEQ_LENGTH_KEY)
-"""What we write to a config."""
+"""Keys that we write to a config."""
 
 
 FIRST_LENGTH = 2048
 """Tokens that the layout of a model without a longest sequence is first built for; it doubles with the batch."""
 
 Attention = StructuredAttention | LocalAttention | Callable[..., torch.Tensor]
-"""What computes in a layer: blocks, the window of a local layer, or `dense_attention`."""
+"""The attention of a layer: blocks, the window of a local layer, or `dense_attention`."""
 
 
 class Refused(ValueError):
@@ -54,7 +47,7 @@ class OtherKeys(Refused):
 
 
 class Call(NamedTuple):
-    """What a layer asks of the attention function: operands (B, H, T, D), by our names."""
+    """A layer's call of the attention function: operands (B, H, T, D) and options, by our names."""
 
     layer: nn.Module
     query: torch.Tensor
@@ -82,7 +75,7 @@ class Window(NamedTuple):
 
 @dataclass
 class Attached:
-    """What the attention function keeps on a layer."""
+    """State that the attention function keeps on a layer."""
 
     block: dict[str, Any] | None  # what the config said when `attention` was made; None: a structure that has no block
     length: Length
@@ -96,7 +89,7 @@ class Attached:
 
 
 _made: weakref.WeakValueDictionary[tuple, StructuredAttention] = weakref.WeakValueDictionary()
-"""What layers that say the same share."""
+"""Attentions that layers which say the same share."""
 
 
 def attach(config: PreTrainedConfig, layers: Mapping[str, nn.Module], attentions: Mapping[str, Attention]) -> None:
@@ -110,7 +103,7 @@ def attach(config: PreTrainedConfig, layers: Mapping[str, nn.Module], attentions
 def attention_of_each(
     layers: Mapping[str, nn.Module], structures: LayerStructures, length: Length, model: str, shared: bool = True
 ) -> dict[str, Attention]:
-    """What computes in each attention layer of a model of this name.
+    """Makes what computes in each attention layer of a model of this name.
 
     Args:
         shared: with the layers of other models that say the same; the structures then have a block.
@@ -148,7 +141,7 @@ def structures_in(config: PreTrainedConfig) -> LayerStructures:
 
 
 def attached_to(layer: nn.Module) -> Attached:
-    """What is on a layer, made from its config when it is first used or the config has changed since."""
+    """State on a layer, made from its config when it is first used or the config has changed since."""
     config: Any = layer.config
     attached: Attached | None = vars(layer).get("_ds_sparse")
     block = getattr(config, BLOCK_KEY, None)
@@ -174,7 +167,7 @@ def attached_to(layer: nn.Module) -> Attached:
 
 
 def _attention_on(structure: SparsityConfig, block: dict[str, Any] | None, length: Length) -> StructuredAttention:
-    """What layers of any model share that say this block, for so many tokens; without a block a new one.
+    """The attention that layers of any model share which say this block; without a block a new one.
 
     Raises:
         ValueError: the structure has no layout of this length.
@@ -196,7 +189,7 @@ _by_call: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def is_causal(layer: nn.Module) -> bool:
-    """Whether a layer's tokens see none after them, as its model says."""
+    """Tells whether a layer's tokens see none after them, as its model says."""
     if layer in _by_call:
         return True
     config: Any = getattr(layer, "config", None)
@@ -210,7 +203,7 @@ def note_causal(layer: nn.Module) -> None:
 
 
 _windows: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDictionary()
-"""Those of layers that a trial has seen. What a layer and its config say of a window need not be what it asks for."""
+"""Windows that a trial has seen: what a layer and its config say of one need not be what it asks for."""
 
 
 def note_window(layer: nn.Module, window: Window) -> None:
@@ -226,7 +219,7 @@ def window_of(layer: nn.Module) -> Window:
 
 
 def local_attention_of(layer: nn.Module) -> LocalAttention | None:
-    """What computes the window of a local layer; None for a layer that sees all."""
+    """The attention of a local layer's window; None for a layer that sees all."""
     return window_of(layer).local
 
 
@@ -314,7 +307,7 @@ _TAKES = ["self", "query_length", "key_length", "device", "past_seen_tokens"]
 
 
 def makes_positions(layer: nn.Module) -> bool:
-    """Whether a layer makes a matrix of relative positions, in the way of T5."""
+    """Tells whether a layer makes a matrix of relative positions, in the way of T5."""
     make: Any = getattr(type(layer), _MAKER, None)
     return callable(make) and list(inspect.signature(make).parameters) == _TAKES
 

@@ -26,7 +26,7 @@ from ...wording import reason
 from .converters import CONVERTERS
 
 _MODULES = "modules.json"
-"""Of sentence-transformers: what comes after the model, such as its pooling, each with the folder of its settings."""
+"""A file of sentence-transformers: what comes after the model, such as its pooling, and folders of settings."""
 
 
 def adapt(
@@ -146,7 +146,7 @@ def make_room(model: PreTrainedModel, max_position: int) -> None:
 
 
 def _scales_by_length(config: Any) -> bool:
-    """Whether rotary angles depend on `max_position_embeddings`, as all but the plain ones may."""
+    """Tells whether rotary angles depend on `max_position_embeddings`, as all but the plain ones may."""
     given = getattr(config, "rope_parameters", None) or {}
     kinds = given.values() if all(isinstance(entry, dict) for entry in given.values()) else [given]
     return any(kind.get("rope_type", "default") != "default" for kind in kinds)

@@ -1,4 +1,4 @@
-"""Which Transformers models can be sparse, and which of their layers: by what source and config tell, and by a trial.
+"""Finds which Transformers models can be sparse, and which of their layers: by source, config and a trial.
 
 A trial runs a copy of the model, without computing: what its layers ask of the attention function.
 """
@@ -50,13 +50,13 @@ _CONVERTED = {
     "big_bird": " ds_sparse convert makes a BERT of this one.",
     "led": " ds_sparse convert makes a BART of this one.",
 }
-"""What else there is for models with a sparse attention of their own, by the model_type of their config."""
+"""Advice for models with a sparse attention of their own, by the model_type of their config."""
 
 _EXCHANGES = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp": "DeepSpeed's UlyssesSPAttentionHF",
     "accelerate.utils.sequence_parallel": "accelerate's sequence parallelism",
 }
-"""What puts an exchange of heads around attention functions of Transformers, by module."""
+"""Libraries that exchange heads around attention functions of Transformers, by module."""
 
 
 class Untried(Exception):
@@ -87,8 +87,8 @@ a picture into one token."""
 
 
 def roles(model: nn.Module, layers_of: Mapping[PreTrainedModel, Mapping[str, nn.Module]]) -> Roles:
-    """What each of the Transformers models in a model becomes. A decoder with cross-attention stays dense beside its
-    encoder.
+    """Decides what each of the Transformers models in a model becomes. A decoder with cross-attention stays dense
+    beside its encoder.
 
     Raises:
         ValueError: one cannot be sparse, or none would be.

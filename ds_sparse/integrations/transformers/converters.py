@@ -23,7 +23,7 @@ _LED_NAMES = {
     **{f".longformer_self_attn.{name}.": f".{name[0]}_proj." for name in ("query", "key", "value")},
     ".self_attn.output.": ".self_attn.out_proj.",
 }
-"""What names in LED's encoder become."""
+"""Names in LED's encoder, and those in BART's."""
 
 _RESERVED = 2
 """Rows in front of BART's tables of positions, which no token has."""

@@ -1,4 +1,4 @@
-"""What `sparsify` makes of families of Transformers models: asked of a tiny model of each."""
+"""The table of families of Transformers models: `sparsify` is asked of a tiny model of each."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Row(NamedTuple):
-    """What becomes of a family: its name, what happens, and why."""
+    """A family's name, what happens to it, and why."""
 
     family: str
     what: str
@@ -93,7 +93,7 @@ class Row(NamedTuple):
 
 
 def rows(families: Iterable[str] = FAMILIES) -> Iterator[Row]:
-    """What becomes of each of these families, by the models of the Transformers that is installed."""
+    """Tries each of these families, by the models of the Transformers that is installed."""
     for family in families:
         name, sizes = FAMILIES[family]
         cls = getattr(transformers, name, None)

@@ -236,7 +236,7 @@ def _refuse_what_is_no_encoder(call: Call) -> None:
 
 
 def attention_of(layer: nn.Module, query: torch.Tensor) -> Any:
-    """What computes in a layer; of a structure the part for the heads of this rank, where the query has fewer.
+    """Takes what computes in a layer; of a structure the part for this rank's heads, where the query has fewer.
 
     Raises:
         ValueError: fewer heads than the model has, in a layer that is not dealt to ranks, or not evenly.
@@ -294,7 +294,7 @@ def on_local_heads(
 
 
 def _place(layer: nn.Module) -> tuple[int, int] | None:
-    """Which of how many ranks this is, that share the layer's heads; None where none do."""
+    """This rank and the number of ranks that share the layer's heads; None where none do."""
     parameter: Any
     for parameter in layer.parameters():
         if is_distributed(parameter):

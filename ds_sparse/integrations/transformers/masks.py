@@ -24,7 +24,7 @@ ALL = math.inf
 """The window of a mask that hides nothing."""
 
 MASK_DTYPE = torch.uint8
-"""That of a mask (B, S) of a causal layer, 1 keeps: so it tells itself from the bool one of a bidirectional layer."""
+"""Dtype of a mask (B, S) of a causal layer, 1 keeps: so it differs from the bool one of a bidirectional layer."""
 
 
 def key_padding_mask(
@@ -141,7 +141,7 @@ def _tried(mask_function: Callable[..., torch.Tensor], tokens: int) -> float | N
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether a function depends on data: it, or a function that it calls, holds a tensor."""
+    """Tells whether a function depends on data: it, or one that it calls, holds a tensor."""
     if isinstance(value, tuple | list):
         return any(map(_holds_tensors, value))
     cells = getattr(value, "__closure__", None) or ()
@@ -154,7 +154,7 @@ def hides_nothing(rows: int, tokens: int, dtype: torch.dtype, device: torch.devi
 
 
 def is_seen_to_hide_nothing(mask: torch.Tensor) -> bool:
-    """Whether a mask (rows, tokens) is of `hides_nothing`, without reading it."""
+    """Tells whether a mask (rows, tokens) is of `hides_nothing`, without reading it."""
     return mask.stride(1) == 0
 
 
@@ -202,7 +202,7 @@ class Masks:
 
     @classmethod
     def of(cls, config: Any) -> Masks | None:
-        """Those of the trial that a config is in; None where it is in none."""
+        """Masks of the trial that a config is in; None where it is in none."""
         return getattr(config, _MASKS, None)
 
     def note_in(self, config: Any) -> None:

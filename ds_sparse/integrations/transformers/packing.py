@@ -27,14 +27,14 @@ PART_KEYWORD = "ds_sparse_sequence"
 
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 FOR_FLASH_ATTENTION = (*CUMULATIVE, "max_length_q", "max_length_k")
-"""What Transformers' collators say of documents. The longest is known from the others."""
+"""Arguments in which Transformers' collators tell of documents. The longest is known from the others."""
 
 _CACHES = ("cache", "past_key_values", "past_key_value")
 """The names of a cache in the releases of Transformers."""
 
 
 class DocumentsRead:
-    """What a model hands on that has read the documents of the batch itself."""
+    """Marks what a model hands on that has read the documents of the batch itself."""
 
 
 class PackedDocuments:
@@ -76,7 +76,7 @@ def _tell(model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tu
 
 
 def _may_tell(given: Mapping[str, Any]) -> bool:
-    """Whether there are positions that may start again."""
+    """Tells whether there are positions that may start again."""
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if positions is None or positions.dim() > 2 or positions.shape[-1] < 2 or positions.is_meta:
         return False
@@ -98,7 +98,7 @@ def _told(
     named: dict[str, Any],
     given: Mapping[str, Any],
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """What the model is called with instead."""
+    """Makes the arguments that the model is called with instead."""
     if torch.compiler.is_compiling():  # torch.export traces what torch.compile leaves out
         raise RuntimeError(_NOT_IN_GRAPHS)
     cu_seqlens = documents_of(model, given)
@@ -152,7 +152,7 @@ def _check_all_were_told(model: nn.Module, arguments: tuple, named: dict[str, An
 
 
 def has_cumulative(given: Mapping[str, Any]) -> bool:
-    """Whether a model is told where documents begin, beside their positions."""
+    """Tells whether a model is given where documents begin, beside their positions."""
     return any(given.get(name) is not None for name in CUMULATIVE)
 
 
@@ -282,7 +282,7 @@ def _refuse_beside_documents(model: nn.Module, given: Mapping[str, Any]) -> None
 
 
 def has_cache(given: Mapping[str, Any]) -> bool:
-    """Whether a model is given cached keys."""
+    """Tells whether a model is given cached keys."""
     return any(given.get(name) is not None for name in _CACHES)
 
 

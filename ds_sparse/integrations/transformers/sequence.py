@@ -37,10 +37,10 @@ _IGNORED = -100
 """The label of a token that is not in the loss."""
 
 _SPLIT = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels")
-"""What has a number for each token, (B, T) or (1, T)."""
+"""Inputs with a number for each token, (B, T) or (1, T)."""
 
 _PASSED_ON = ("return_dict", "output_hidden_states", "use_cache")
-"""What else a forward may be given. There is no cache all the same."""
+"""Inputs that a forward may be given besides. There is no cache all the same."""
 
 _ITEMS = "num_items_in_batch"
 """Transformers' Trainer: the labelled tokens that the loss is to be divided by."""
@@ -52,14 +52,14 @@ EVALUATES_ALONE = "_ds_sparse_evaluates_alone"
 """On a model whose ranks evaluate batches of their own, whether or not these happen to be the same."""
 
 _ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout")
-"""What configs call the dropout of attention probabilities."""
+"""Names in configs of the dropout of attention probabilities."""
 
 _IN_PARTS = "_ds_sparse_in_parts"
 """On the attention layers of a sequence-parallel model."""
 
 
 class Alone(NamedTuple):
-    """What is handed on in the place of a `Part` where each rank computes a batch of its own, whole."""
+    """Stands for a `Part` where each rank computes a batch of its own, whole."""
 
     items: torch.Tensor | float | None
 
@@ -120,12 +120,12 @@ class Part(DocumentsRead):
 
 
 def is_in_parts(layer: nn.Module, part: Part | Alone | None) -> bool:
-    """Whether a layer is of a sequence-parallel model, and computes over several ranks with what it was handed."""
+    """Tells whether a layer is of a sequence-parallel model, and computes over ranks with what it was handed."""
     return isinstance(part, Part) or (part is None and _IN_PARTS in vars(layer))
 
 
 def attend_part(call: Call, part: Part | Alone | None) -> torch.Tensor:
-    """What `attention` returns where the model is over several ranks.
+    """Computes what `attention` returns where the model is over several ranks.
 
     Raises:
         Refused: a mask of pairs of tokens, cached keys, or a bias, which go by places in the sequence; no part, as
@@ -273,7 +273,7 @@ class SequenceParallel:
         return torch.arange(ids.shape[1], device=ids.device)[None]
 
     def _is_same_on_all(self, given: Mapping[str, Any], training: bool) -> bool:
-        """Whether the ranks of a group are given one batch. Waits for the device.
+        """Tells whether the ranks of a group are given one batch. Waits for the device.
 
         Raises:
             ValueError: they are given different ones in training; in evaluation each may compute its own.
@@ -403,15 +403,15 @@ def _weighted_sum(of_tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_losses(mean: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
-    """Of so many tokens, whose mean is given, fp64; that of none is NaN, and their sum 0."""
+    """The sum of losses of so many tokens, whose mean is given, fp64; of none the mean is NaN and the sum 0."""
     return torch.where(labelled > 0, mean, torch.zeros_like(mean)).double() * labelled
 
 
 def _is_shifted(model: nn.Module) -> bool:
-    """Whether a model's labels are those of the tokens before them."""
+    """Tells whether a model's labels are those of the tokens before them."""
     return type(model).__name__.endswith("ForCausalLM")
 
 
 def _shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Of each token the label that the model is to say after it."""
+    """The label that the model is to say after each token."""
     return pad(labels, (0, 1), value=_IGNORED)[:, 1:]

@@ -1,4 +1,4 @@
-"""What families of plain PyTorch models share: which of their layers get one structure, and its layouts."""
+"""Code that families of plain PyTorch models share: which of their layers get one structure, and its layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_HAND = """write sparse attention, on query, key and value (batch, heads, toke
     structure = ds_sparse.FixedSparsityConfig(num_heads=heads, block=64)
     self.attention = ds_sparse.SparseSelfAttention(structure, max_seq_length=tokens)  # both in __init__
     context = self.attention.attend(query, key, value)  # in forward"""
-"""What to write into attention that sparsify does not take."""
+"""Lines to write into attention that sparsify does not take."""
 
 
 class Alike(NamedTuple):
@@ -32,7 +32,7 @@ class Alike(NamedTuple):
     kind: tuple[Any, ...]
 
     def attention(self, model: nn.Module, max_seq_length: int | None) -> StructuredAttention:
-        """What computes in them, with a layout for so many tokens."""
+        """Makes what computes in them, with a layout for so many tokens."""
         tokens = tokens_of_layout(model, max_seq_length)
         return StructuredAttention(self.structure, whole_blocks(tokens, self.structure.block))
 

@@ -16,12 +16,12 @@ class Family(ABC):
     an object of it."""
 
     counts_by_model = False
-    """Whether each model of this family counts its attention layers by itself for `layers` of the block; the layers of
+    """Set where each model of this family counts its attention layers itself for `layers` of the block; layers of
     all other families are counted together, and `Structures.of_layer` has the structure of each."""
 
     @abstractmethod
     def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Those of the dense attention layers of a model, by name, that belong to models of this family."""
+        """Picks the dense attention layers of a model, by name, that belong to models of this family."""
 
     @abstractmethod
     def changes(
@@ -31,7 +31,7 @@ class Family(ABC):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        """What makes these layers sparse, ready to be switched on. It is called without layers too: the model may hold
+        """Makes the changes by which these layers become sparse. It is called without layers too: the model may hold
         attention that is known by no projection.
 
         Args:
@@ -42,7 +42,7 @@ class Family(ABC):
         """
 
     def switched(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Those of the layers without a `SparseSelfAttention` that are sparse all the same."""
+        """Picks the layers without a `SparseSelfAttention` that are sparse all the same."""
         return {}
 
     def left_dense(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:

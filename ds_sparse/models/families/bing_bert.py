@@ -28,7 +28,7 @@ from ._registry import Family
 
 _CORE = "sparse_self_attention"
 _SIZES = ("num_attention_heads", "attention_head_size", "all_head_size")
-"""What a BertSparseSelfAttention has beside its projections."""
+"""Sizes that a BertSparseSelfAttention has beside its projections."""
 
 _QUERY_KEY_VALUE = ("query", "key", "value")
 _DROPOUTS = (
@@ -107,7 +107,7 @@ def _kind(name: str, layer: nn.Module, wanted: Any) -> tuple[int, int, float]:
 
 
 def in_the_manner(name: str, layer: nn.Module) -> bool:
-    """Whether a layer can become a BertSparseSelfAttention."""
+    """Tells whether a layer can become a BertSparseSelfAttention."""
     try:
         check_in_the_manner(name, layer)
     except ValueError:

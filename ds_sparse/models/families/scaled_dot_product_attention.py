@@ -93,7 +93,7 @@ class Interceptions:
 
 @dataclass
 class _Tried:
-    """What a layer's calls were in a trial."""
+    """A layer's calls in a trial."""
 
     heads: set[int] = field(default_factory=set)
     refusal: CannotBeSparse | None = None
@@ -142,7 +142,7 @@ def _heads(name: str, layer: nn.Module, tried: _Tried) -> int:
 
 
 def _try(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, _Tried]:
-    """What layers called in a trial of each alone, or else of the model."""
+    """Tries layers, each alone or else in the model, and notes what they called."""
     seen = {name: _alone(name, layer) for name, layer in layers.items()}
     untried = {name: layer for name, layer in layers.items() if not seen[name].called}
     return seen | (_inside(model, untried, seen) if untried else {})
