@@ -25,7 +25,7 @@ EXAMPLES = settings(deadline=None, derandomize=True, database=None)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 VIEWS = ("contiguous", "transposed", "sliced", "offset", "expanded")
 OPERAND_VIEWS = (*VIEWS, "tokens_first", "packed")
-"""Those of (B, H, T, D) too."""
+"""Strides of operands (B, H, T, D)."""
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler"
@@ -130,6 +130,10 @@ class Pairs:
             count.index_put_(pairs.cpu().unbind(1), torch.tensor(1), accumulate=True)
         return counts.view(self.batch, self.heads, self.queries, self.keys)
 
+    def number(self, b: int, h: int) -> int:
+        """Which list a sequence and a head have."""
+        return (b % self.batch) * self.heads + h % self.heads
+
     def nested(self, lists: list) -> object:
         """Something of each list as callers give and get it: alone, a list of heads, or a list of such."""
         if len(lists) == 1:
@@ -195,7 +199,8 @@ def needs_gpu_memory(device: str, gib: int) -> None:
 
 
 def as_view(x: torch.Tensor, view: str) -> torch.Tensor:
-    """The values of `x` behind other strides, NaN between them; 'expanded' repeats its first batch and head."""
+    """The values of `x` behind other strides, NaN between them; 'expanded' repeats the first number of the first
+    dimension that has several."""
     if view == "tokens_first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if view == "packed":
@@ -204,8 +209,8 @@ def as_view(x: torch.Tensor, view: str) -> torch.Tensor:
         storage = x.new_full((batch, tokens, 3, heads, width + 8), float("nan"))
         storage[:, :, 1, :, :width] = x.transpose(1, 2)
         return storage[:, :, 1, :, :width].transpose(1, 2)
-    if view == "transposed":
-        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if view == "transposed" and x.dim() > 1:
+        return x.mT.contiguous().mT
     if view == "sliced":
         storage = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 3), float("nan"))
         storage[..., 1 : 1 + 2 * x.shape[-1] : 2] = x
@@ -214,24 +219,29 @@ def as_view(x: torch.Tensor, view: str) -> torch.Tensor:
         storage = x.new_full((x.numel() + 1,), float("nan"))
         storage[1:] = x.flatten()
         return storage[1:].view(x.shape)
-    if view == "expanded":
-        return x[:1, :1].expand_as(x) if x.numel() else x
+    several = [dim for dim, size in enumerate(x.shape) if size > 1]
+    if view == "expanded" and several and x.numel():
+        return x.narrow(several[0], 0, 1).expand_as(x)
     return x.contiguous()
+
+
+def on_device(x: torch.Tensor, device: str) -> torch.Tensor:
+    """`x` there, strides and what lies between kept."""
+    if device == "cpu":
+        return x.detach()
+    if not x.numel():
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    if 0 in x.stride():  # overlapping strides cannot be copied into
+        once = x.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+        return once.to(device).expand_as(x)
+    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+    whole = x.detach().as_strided((x.storage_offset() + size,), (1,), 0).to(device)
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def leaf(x: torch.Tensor, device: str, requires_grad: bool = True) -> torch.Tensor:
     """`x` on the device, strides kept, as a leaf of its own."""
-    moved = x.detach()
-    if device != "cpu":
-        moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        # Overlapping strides cannot be copied into; such views are rebuilt from what they repeat.
-        if 0 in x.stride():
-            moved = (
-                x.detach()[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.stride())].to(device).expand_as(x)
-            )
-        else:
-            moved.copy_(x.detach())
-    return moved.requires_grad_(requires_grad) if requires_grad else moved
+    return on_device(x, device).requires_grad_(requires_grad)
 
 
 def oracle_matmul(

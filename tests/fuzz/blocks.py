@@ -72,7 +72,7 @@ def attention(draw: Draw, skew: float, at_offset: bool = False) -> Case:
     group, key_heads = draw.pick("group", (1, 1, 1, 2, 3)), draw.size("key heads", (1, 2, 2))
     batch, depth = draw.size("batch", (1, 1, 2, 2, 3)), draw.pick("head size", HEAD_DIMS)
     heads, full = group * key_heads, (batch, group * key_heads, tokens, keys)
-    offsets, offset = [0], None
+    offset: Tensor | int | None = None
     if at_offset:
         several = batch > 0 and draw.maybe(0.5)
         offsets = [draw.random.randint(0, rows * block - tokens) for _ in range(batch if several else 1)]
@@ -87,53 +87,68 @@ def attention(draw: Draw, skew: float, at_offset: bool = False) -> Case:
     if draw.maybe(0.3):
         tensors["rpe"] = draw.bias("rpe", draw.subset(full, draw.pick("", (2, 3, 4))), bias_dtype, may_be_bool=False)
     elif draw.maybe(0.2):
-        distances = 2 * (max(max(offsets) + tokens, keys) + draw.pick("", (0, 0, 3))) - 1
+        distances = 2 * (max((max(offsets) if at_offset else 0) + tokens, keys) + draw.pick("", (0, 0, 3))) - 1
         shape = (draw.pick("heads of distances", (1, heads)), distances)
         tensors["distance_bias"] = draw.bias("distance_bias", shape, bias_dtype, may_be_bool=False)
     if draw.maybe(0.3):
         tensors["attn_mask"] = draw.bias("attn_mask", draw.subset(full, draw.pick("", (2, 4))), bias_dtype)
     if draw.maybe(0.3):
         tensors["key_padding_mask"] = draw.bias("key_padding_mask", draw.subset((batch, keys), 2), bias_dtype)
+    if draw.maybe(0.25):
+        tensors["sinks"] = draw.values("sinks", (heads,), bias_dtype)
     scale, causal, with_lse = draw.scale(), draw.pick("causal", (False, False, True)), draw.pick("lse", (False, True))
-    dropout_p = 0.0 if at_offset else draw.pick("dropout", (0.0, 0.0, 0.0, 0.1, 0.6))
+    is_clear = not at_offset and rows * columns > 1 and not fits_another(block, (rows, columns), tokens, keys)
+    return attention_case(
+        tensors, layout, block, draw.device, layout_of, skew=skew, scale=scale, causal=causal, offset=offset,
+        dropout_p=0.0 if at_offset else draw.pick("dropout", (0.0, 0.0, 0.0, 0.1, 0.6)), return_lse=with_lse,
+        give_block=not (is_clear and draw.maybe(0.5)), seed=draw.random.randrange(2**31), grads=draw.grads(),
+        words=draw.words,
+    )  # fmt: skip
+
+
+def attention_case(
+    tensors: Tensors, layout: Tensor, block: int, device: str,
+    layout_of: Callable[[str], Tensor | BlockIndex] | None = None, *, scale: float | None = None, causal: bool = False,
+    dropout_p: float = 0.0, offset: Tensor | int | None = None, return_lse: bool = True, skew: float = 1.0,
+    give_block: bool = True, seed: int = 7, **of_case: Any,
+) -> Case:  # fmt: skip
+    """Attention of operands, biases, masks and sinks by name, over a bool layout (1 or H, R, C)."""
+    (batch, heads, tokens, depth), keys = tensors["query"].shape, tensors["key"].shape[2]
+    offsets = offset.tolist() if isinstance(offset, Tensor) else [offset or 0]
     factor = depth**-0.5 if scale is None else scale
     options: dict[str, Any] = {"scale": factor * skew if skew != 1 else scale, "causal": causal}
-    options |= {"dropout_p": dropout_p, "block": block if rows * columns == 1 or draw.maybe(0.5) else None}
-    if options["block"] is None and (at_offset or fits_another(block, (rows, columns), tokens, keys)):
-        options["block"] = block
-    random_seed = draw.random.randrange(2**31)
+    options |= {"dropout_p": dropout_p, "block": block if give_block else None, "return_lse": return_lse}
 
     def call(given: Tensors) -> Tensors:
-        torch.manual_seed(random_seed)
-        device = str(given["query"].device)
-        at = offset.to(device) if isinstance(offset, Tensor) else offset
-        found = block_sparse_attention(
-            **given, layout=layout_of(device), **options, query_offset=at, return_lse=with_lse
-        )
-        return dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
+        torch.manual_seed(seed)
+        on = str(given["query"].device)
+        at = offset.to(on) if isinstance(offset, Tensor) else offset
+        given_as = layout.to(on) if layout_of is None else layout_of(on)
+        found = block_sparse_attention(**given, layout=given_as, **options, query_offset=at)
+        return dict(zip(("output", "lse"), found)) if return_lse else {"output": found}
 
     def keep() -> Tensor:
-        if dropout_p == 0 or 0 in full:
+        if dropout_p == 0 or 0 in (batch, heads):
             return torch.ones((), dtype=torch.float64)
-        torch.manual_seed(random_seed)
-        seed, offset = dropout_seed(torch.device(draw.device)).tolist()
+        torch.manual_seed(seed)
+        numbers = dropout_seed(torch.device(device)).tolist()
         share = round(dropout_p * 32768) / 32768
-        return dropout_keep(seed, offset, *full, dropout_p).double() / (1 - share)
+        return dropout_keep(*numbers, batch, heads, tokens, keys, dropout_p).double() / (1 - share)
 
     seen = torch.stack([seen_tokens(layout, block, tokens, keys, at) for at in offsets])
     seen = seen & torch.stack([reference.before(tokens, keys, at)[None] for at in offsets]) if causal else seen
-    biases = {name: as_bias for name in ("rpe", "attn_mask") if name in tensors}
-    if "key_padding_mask" in tensors:
-        biases["key_padding_mask"] = over_keys
-    if "distance_bias" in tensors:
-        biases["distance_bias"] = lambda bias: torch.cat([by_distance(bias, tokens, keys, at) for at in offsets])
+    biases: dict[str, Callable[[Tensor], Tensor]] = {
+        "rpe": as_bias, "attn_mask": as_bias, "key_padding_mask": over_keys,
+        "distance_bias": lambda bias: torch.cat([by_distance(bias, tokens, keys, at) for at in offsets]),
+    }  # fmt: skip
+    wanted = tuple(name for name in tensors if name not in ("attn_mask", "key_padding_mask"))
     meaning = Attention(
-        ("query", "key", "value"), seen, factor, biases, keep, with_lse=with_lse, bias_dtype=bias_dtype,
-        in_parts=at_offset and causal and tokens > 16,
+        ("query", "key", "value"), seen, factor, {name: of for name, of in biases.items() if name in tensors}, keep,
+        with_lse=return_lse, in_parts=offset is not None and causal and tokens > 16, sinks="sinks" in tensors,
+        bias_dtype=next((x.dtype for name, x in tensors.items() if name in wanted[3:]), torch.float64),
     )  # fmt: skip
-    wanted = ("query", "key", "value", *(name for name in ("rpe", "distance_bias") if name in tensors))
-    name = "attention at an offset" if at_offset else "block_sparse_attention"
-    return Case(name, dtype, tensors, wanted, call, meaning, draw.grads(), draw.words)
+    name = "block_sparse_attention" if offset is None else "attention at an offset"
+    return Case(name, tensors["query"].dtype, tensors, of_case.pop("wanted", wanted), call, meaning, **of_case)
 
 
 def packed(draw: Draw, skew: float) -> Case:
@@ -238,6 +253,17 @@ def matmul(draw: Draw, skew: float) -> Case:
     else:
         a, b = dense("a", of_a, (width, wide if trans_b else tall), trans_a), sparse("b", of_b)
 
+    return product_case(
+        {"a": a, "b": b}, layout, block, heads, mode, trans_a, trans_b, layout_of, grads=draw.grads(), words=draw.words
+    )
+
+
+def product_case(
+    tensors: Tensors, layout: Tensor, block: int, heads: int, mode: str, trans_a: bool, trans_b: bool,
+    layout_of: Callable[[str], Tensor | BlockIndex] | None = None, **of_case: Any,
+) -> Case:  # fmt: skip
+    """MatMul of "a" and "b", of which one is sparse values in modes dsd and dds."""
+
     def product(operands: list[Tensor]) -> Tensor:
         left, right = (x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) for x in operands)
         left = dense_of(left, layout, block, heads) if mode == "dsd" else left
@@ -250,11 +276,12 @@ def matmul(draw: Draw, skew: float) -> Case:
         return result
 
     def call(given: Tensors) -> Tensors:
-        operation = MatMul(layout_of(str(given["a"].device)), block, mode, trans_a, trans_b)
-        return {"result": operation(given["a"], given["b"])}
+        on = given["a"].device
+        given_as = layout.to(on) if layout_of is None else layout_of(str(on))
+        return {"result": MatMul(given_as, block, mode, trans_a, trans_b)(given["a"], given["b"])}
 
-    meaning = Product(("a", "b"), product)
-    return Case("MatMul", dtype, {"a": a, "b": b}, ("a", "b"), call, meaning, draw.grads(), draw.words)
+    wanted = of_case.pop("wanted", ("a", "b"))
+    return Case("MatMul", tensors["a"].dtype, tensors, wanted, call, Product(("a", "b"), product), **of_case)
 
 
 def softmax(draw: Draw, skew: float) -> Case:
@@ -272,23 +299,34 @@ def softmax(draw: Draw, skew: float) -> Case:
         "x": draw.values("x", (num_values, block, block) if flat else (batch, num_values, block, block), dtype)
     }
     modes = {name: draw.pick(f"mode of {name}", ("add", "mul")) for name in ("key_padding_mask", "attn_mask")}
-    biases: dict[str, Callable[[Tensor], Tensor]] = {}
     wanted = ["x"]
     if draw.maybe(0.3):
         tensors["rpe"] = draw.bias("rpe", draw.subset(full, draw.pick("", (2, 3, 4))), dtype, may_be_bool=False)
-        biases["rpe"], wanted = as_bias, [*wanted, "rpe"]
+        wanted.append("rpe")
     for name, sizes, dims in (("attn_mask", full, (2, 4)), ("key_padding_mask", (batch, full[3]), (2,))):
         if draw.maybe(0.3):
-            mask = draw.bias(name, draw.subset(sizes, draw.pick("", dims)), dtype)
-            tensors[name], biases[name] = mask, added_or_kept(modes[name], over=name == "key_padding_mask")
-            if modes[name] == "add" and mask.dtype == dtype and draw.maybe(0.5):
+            tensors[name] = draw.bias(name, draw.subset(sizes, draw.pick("", dims)), dtype)
+            if modes[name] == "add" and tensors[name].dtype == dtype and draw.maybe(0.5):
                 wanted.append(name)
-    scale = draw.scale()
-    factor, causal = 1.0 if scale is None else scale, draw.pick("causal", (False, False, True))
-    options = {f"{name}_mode": mode for name, mode in modes.items()} | {"causal": causal, "scale": factor * skew}
+    scale, causal = draw.scale(), draw.pick("causal", (False, False, True))
+    return softmax_case(
+        tensors, layout, block, heads, modes, layout_of, scale=1.0 if scale is None else scale, causal=causal,
+        skew=skew, wanted=tuple(wanted), grads=draw.grads(), words=draw.words,
+    )  # fmt: skip
+
+
+def softmax_case(
+    tensors: Tensors, layout: Tensor, block: int, heads: int, modes: dict[str, str] | None = None,
+    layout_of: Callable[[str], Tensor | BlockIndex] | None = None, *, scale: float = 1.0, causal: bool = False,
+    skew: float = 1.0, wanted: tuple[str, ...] = (), **of_case: Any,
+) -> Case:  # fmt: skip
+    """Softmax of "x", with biases and masks by name; modes: of masks, where they are not "add"."""
+    modes, flat = {"key_padding_mask": "add", "attn_mask": "add"} | (modes or {}), tensors["x"].dim() == 3
+    options = {f"{name}_mode": mode for name, mode in modes.items()} | {"causal": causal, "scale": scale * skew}
 
     def call(given: Tensors) -> Tensors:
-        operation = Softmax(layout_of(str(given["x"].device)), block)
+        on = given["x"].device
+        operation = Softmax(layout.to(on) if layout_of is None else layout_of(str(on)), block)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of bool masks that are added
             return {"probs": operation(**given, **options)}
@@ -300,10 +338,15 @@ def softmax(draw: Draw, skew: float) -> Case:
         values = blocks_of(dense, layout, block)
         return values[0] if flat else values
 
-    seen = seen_tokens(layout, block, *full[2:])
-    seen = seen & reference.before(*full[2:]) if causal else seen
-    meaning = RowSoftmax("x", spread, gather, seen, factor, biases)
-    return Case("Softmax", dtype, tensors, tuple(wanted), call, meaning, draw.grads(), draw.words)
+    biases = {name: added_or_kept(mode, over=name == "key_padding_mask") for name, mode in modes.items()}
+    biases = {name: of for name, of in ({"rpe": as_bias} | biases).items() if name in tensors}
+    tokens, keys = layout.shape[-2] * block, layout.shape[-1] * block
+    seen = seen_tokens(layout, block, tokens, keys)
+    seen = seen & reference.before(tokens, keys) if causal else seen
+    meaning = RowSoftmax("x", spread, gather, seen, scale, biases)
+    added = [name for name in biases if modes.get(name) != "mul" and tensors[name].dtype != torch.bool]
+    wanted = wanted or ("x", *added)
+    return Case("Softmax", tensors["x"].dtype, tensors, wanted, call, meaning, **of_case)
 
 
 def added_or_kept(mode: str, over: bool) -> Callable[[Tensor], Tensor]:

@@ -154,6 +154,7 @@ class Attended:
         keep: what dropout makes of a probability: 0, or the factor above 1; broadcast to the scores.
         grad_lse: (B, H, T) or None.
         in_parts: whether results of two parts of the keys are stored, and added up.
+        roundings: of the output; where there are sinks, it is stored before they count.
     """
 
     query: Tensor
@@ -165,6 +166,7 @@ class Attended:
     grad: Tensor
     grad_lse: Tensor | None
     in_parts: bool = False
+    roundings: int = 1
 
 
 def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
@@ -196,7 +198,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
         # Each part's output, and its gradient, is stored; those of keys have terms of either.
         of_output = of_output + 2 * units.stored * (weights @ v)
         of_value = 2 * units.stored * (weights.mT @ go)
-    rounded = stored(output, of_output, units)
+    rounded = stored(output, of_output, units, x.roundings)
 
     grad_probs, sizes = (x.grad @ x.value.mT) * x.keep, (go @ v.mT) * x.keep
     delta = (x.grad * output).sum(-1, keepdim=True)

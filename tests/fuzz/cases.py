@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from helpers import OPERAND_VIEWS, as_view
 from torch import Tensor
 
 import ds_sparse
@@ -17,7 +18,7 @@ from .meanings import Meaning, Tensors
 
 T = TypeVar("T")
 
-VIEWS = ("as it is", "as it is", "as it is", "transposed", "sliced", "offset", "expanded", "tokens first", "packed")
+VIEWS = ("contiguous", "contiguous", *OPERAND_VIEWS)
 VALUES = ("normal",) * 6 + (
     "large",
     "very large",
@@ -29,6 +30,19 @@ VALUES = ("normal",) * 6 + (
     "of all sizes",
 )
 DENSITIES = (0.5, 0.5, 0.2, 0.8, 1.0, 0.05, 0.0)
+
+
+Gradients = Callable[[str, Tensor], Tensor]
+"""Gradients of results, by name and exact result: numbers of the result's dtype."""
+
+
+def normal_gradients(view: str = "contiguous", seed: int = 0) -> Gradients:
+    def grad(name: str, like: Tensor) -> Tensor:
+        rng = torch.Generator().manual_seed(seed + sum(map(ord, name)))
+        x = torch.randn(like.shape, generator=rng, dtype=torch.float64).to(like.dtype)
+        return as_view(x, "contiguous" if x.dim() != 4 and view in ("tokens_first", "packed") else view)
+
+    return grad
 
 
 @dataclass(frozen=True)
@@ -54,8 +68,8 @@ class Case:
     wanted: tuple[str, ...]
     call: Callable[[Tensors], Tensors]
     meaning: Meaning
-    grads: Callable[[str, Tensor], Tensor]
-    words: dict[str, Any]
+    grads: Gradients = field(default_factory=normal_gradients)
+    words: dict[str, Any] = field(default_factory=dict)
     composed: bool = False
     poisoned: bool = True
     threads: int = 1
@@ -102,7 +116,7 @@ class Draw:
         kind = self.random.choice(VALUES)
         x = torch.randn(tuple(shape), generator=self.numbers, dtype=torch.float64)
         x = spoiled_values(x, kind, self.uniform(*shape[:-1], 1) if shape else x).to(dtype)
-        view = self.random.choice([view for view in views if x.dim() == 4 or view not in ("tokens first", "packed")])
+        view = self.random.choice([view for view in views if x.dim() == 4 or view not in ("tokens_first", "packed")])
         self.words[name] = f"{'x'.join(map(str, shape))} {kind}, {view}"
         return as_view(x, view)
 
@@ -124,19 +138,9 @@ class Draw:
         """The last dims of the sizes, any of them perhaps 1."""
         return (*(1 if self.maybe(0.35) else size for size in sizes[-dims:-1]), 1 if self.maybe(0.05) else sizes[-1])
 
-    def grads(self) -> Callable[[str, Tensor], Tensor]:
-        """Gradients of results, by name and exact result: float64 values that the result's dtype has."""
-        view, seed = (
-            self.pick("gradients", ("as it is", "transposed", "expanded", "tokens first")),
-            self.random.random(),
-        )
-
-        def grad(name: str, like: Tensor) -> Tensor:
-            rng = torch.Generator().manual_seed(int(seed * 2**40) + sum(map(ord, name)))
-            x = torch.randn(like.shape, generator=rng, dtype=torch.float64).to(like.dtype)
-            return as_view(x, "as it is" if x.dim() != 4 and view == "tokens first" else view)
-
-        return grad
+    def grads(self) -> Gradients:
+        view = self.pick("gradients", ("contiguous", "transposed", "expanded", "tokens_first"))
+        return normal_gradients(view, int(self.random.random() * 2**40))
 
     def layout(self, heads: int, rows: int, columns: int, block: int) -> Tensor:
         """bool (1 or heads, rows, columns), of a structure or random."""
@@ -186,42 +190,3 @@ def spoiled_values(x: Tensor, kind: str, rows: Tensor) -> Tensor:
     if kind == "of all sizes":
         return x * 10 ** (4 * rows.double() - 3)
     return x
-
-
-def as_view(x: Tensor, view: str) -> Tensor:
-    """The values of x behind other strides, NaN between them; "expanded" repeats its first number of the first
-    dimension that has several."""
-    if view == "transposed" and x.dim() > 1:
-        return x.mT.contiguous().mT
-    if view == "tokens first":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if view == "packed":
-        storage = x.new_full((x.shape[0], x.shape[2], 3, x.shape[1], x.shape[3] + 8), torch.nan)
-        storage[:, :, 1, :, : x.shape[3]] = x.transpose(1, 2)
-        return storage[:, :, 1, :, : x.shape[3]].transpose(1, 2)
-    if view == "sliced":
-        storage = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 3), torch.nan)
-        storage[..., 1 : 1 + 2 * x.shape[-1] : 2] = x
-        return storage[..., 1 : 1 + 2 * x.shape[-1] : 2]
-    if view == "offset":
-        storage = x.new_full((x.numel() + 1,), torch.nan)
-        storage[1:] = x.flatten()
-        return storage[1:].view(x.shape)
-    wide = [dim for dim, size in enumerate(x.shape) if size > 1]
-    if view == "expanded" and wide and x.numel():
-        return x.narrow(wide[0], 0, 1).expand_as(x)
-    return x.contiguous()
-
-
-def on_device(x: Tensor, device: str) -> Tensor:
-    """x there, strides and what lies between kept."""
-    if device == "cpu":
-        return x.detach()
-    if not x.numel():
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    if 0 in x.stride():
-        once = x.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
-        return once.to(device).expand_as(x)
-    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
-    whole = x.detach().as_strided((x.storage_offset() + size,), (1,), 0).to(device)
-    return whole.as_strided(x.shape, x.stride(), x.storage_offset())

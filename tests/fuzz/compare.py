@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
+from helpers import on_device
 from torch import Tensor
 
 from ds_sparse.verify.torch_settings import cpu_threads, poisoned_memory
 
 from .bounds import units_of
-from .cases import Case, on_device
+from .cases import Case
 from .meanings import Tensors, gradient_of
 from .spoilt import spoilt
 

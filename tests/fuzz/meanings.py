@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import bounds
 from .bounds import Units
@@ -59,6 +60,7 @@ class Attention:
         shares: whether key and value are repeated for the query heads of a group, whose gradients are then rounded one
             by one before they are added up.
         in_parts: whether rows may be made of two parts, which are stored before they are added up.
+        sinks: whether "sinks", a logit a head, is given: another key of zeros, whose value is zeros.
     """
 
     operands: tuple[str, str, str]
@@ -71,51 +73,74 @@ class Attention:
     bias_dtype: torch.dtype = torch.float64
     shares: bool = False
     in_parts: bool = False
+    sinks: bool = False
+
+    @property
+    def all_biases(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """By name, how a tensor becomes what is added to the scores, that of a sink behind those of the keys."""
+        if not self.sinks:
+            return self.biases
+
+        def beside(of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            return lambda bias: pad((x := of(bias)).expand(*x.shape[:-1], self.seen.shape[-1]), (0, 1))
+
+        of_sinks = {"sinks": lambda sinks: pad(sinks[:, None, None], (self.seen.shape[-1], 0))}
+        return {name: beside(of) for name, of in self.biases.items()} | of_sinks
 
     def _operands(self, given: Tensors) -> list[Tensor]:
         query, key, value = (given[name] for name in self.operands)
         group = query.shape[1] // key.shape[1] if key.shape[1] else 1
-        return [query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)]
+        repeated = [x.repeat_interleave(group, 1) for x in (key, value)]
+        return [query, *(pad(x, (0, 0, 0, 1)) if self.sinks else x for x in repeated)]
 
-    def _scored(self, given: Tensors) -> Scored:
-        query, key, _ = self._operands(given)
-        biases = [of(given[name]) for name, of in self.biases.items()]
-        return Scored(query @ key.mT * self.factor, self.seen, biases, self.times).solve()
+    def _keep(self) -> Tensor:
+        keep = self.keep()
+        return pad(keep, (0, 1), value=1.0) if self.sinks and keep.dim() else keep
+
+    def _scored(self, query: Tensor, key: Tensor, given: Tensors) -> Scored:
+        biases = [of(given[name]) for name, of in self.all_biases.items()]
+        seen = pad(self.seen, (0, 1), value=True) if self.sinks else self.seen
+        return Scored(query @ key.mT * self.factor, seen, biases, self.times).solve()
 
     def live(self, given: Tensors) -> Tensor:
         """bool (B, H, T, S), the pairs that count."""
-        return self._scored(given).live
+        live = self._scored(*self._operands(given)[:2], given).live
+        return live[..., :-1] if self.sinks else live
+
+    def _results(self, query: Tensor, key: Tensor, value: Tensor, given: Tensors) -> Tensors:
+        scored = self._scored(query, key, given)
+        output = (scored.probs * self._keep()) @ value
+        return {"output": output, "lse": scored.lse} if self.with_lse else {"output": output}
 
     def results(self, given: Tensors) -> Tensors:
-        scored = self._scored(given)
-        output = (scored.probs * self.keep()) @ self._operands(given)[2]
-        return {"output": output, "lse": scored.lse} if self.with_lse else {"output": output}
+        return self._results(*self._operands(given), given)
 
     def _gradients_of_heads(self, given: Tensors, grads: Tensors) -> Tensors:
         """Those of key and value for each query head alone."""
         query, key, value = (x.detach().clone().requires_grad_() for x in self._operands(given))
-        biases = [of(given[name]) for name, of in self.biases.items()]
-        scored = Scored(query @ key.mT * self.factor, self.seen, biases, self.times).solve()
-        output = (scored.probs * self.keep()) @ value
+        output = self._results(query, key, value, given)["output"]
         found = torch.autograd.grad(output, (key, value), grads["output"], materialize_grads=True, allow_unused=True)
         return dict(zip(("key", "value"), found))
 
     def errors(self, given: Tensors, grads: Tensors, exact: Tensors, units: Units) -> Tensors:
         given = {name: x.detach() for name, x in given.items()}
         of_heads = self._gradients_of_heads(given, grads) if self.shares else {}
+        query, key, value = self._operands(given)
         attended = bounds.Attended(
-            *self._operands(given), self._scored(given), self.factor, self.keep(), grads["output"], grads.get("lse"),
-            self.in_parts,
+            query, key, value, self._scored(query, key, given), self.factor, self._keep(), grads["output"],
+            grads.get("lse"), self.in_parts, 1 + self.sinks,
         )  # fmt: skip
         found = bounds.of_attention(attended, units)
-        errors = {"output": bounds.stored(exact["output"], found["output"], units), "lse": found["lse"]}
+        output = bounds.stored(exact["output"], found["output"], units, attended.roundings)
+        errors = {"output": output, "lse": found["lse"]}
         for role, name in zip(("query", "key", "value"), self.operands):
             if gradient_of(name) in exact:
                 error, group = found[role], found[role].shape[1] // max(given[name].shape[1], 1)
                 error = bounds.stored(of_heads[role], error, units) if role in of_heads else error
+                error = error[:, :, :-1] if self.sinks and role != "query" else error
                 error = error.unflatten(1, (-1, group)).sum(2) if group > 1 else error
                 errors[gradient_of(name)] = bounds.stored(exact[gradient_of(name)], error, units)
-        for name, of in self.biases.items():
+        for name, of in self.all_biases.items():
             if gradient_of(name) in exact:
                 as_bias = bounds.stored_as(self.bias_dtype, units)
                 error = bounds.of_bias(found, bounds.summed_into(given[name], of), units.sums)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from helpers import Pairs
 from torch import Tensor
 
 import ds_sparse
@@ -21,47 +22,7 @@ DEPTHS = (16, 32, 8, 1, 3, 20, 64, 100, 128)
 STEPS = ("gather_attention", "jagged_attention", "torch_sparse_attention")
 
 
-@dataclass(frozen=True)
-class Lists:
-    """Pairs of each list, int64 (M, 2), in (batch, head) order; of so many sequences and heads, which may be 1."""
-
-    pairs: list[Tensor]
-    batch: int
-    heads: int
-    tokens: int
-    keys: int
-
-    @property
-    def times(self) -> Tensor:
-        """(batch, heads, T, S), how often each pair is listed."""
-        places = [pairs[:, 0] * self.keys + pairs[:, 1] for pairs in self.pairs]
-        times = torch.stack([torch.bincount(x, minlength=self.tokens * self.keys) for x in places])
-        return times.double().view(self.batch, self.heads, self.tokens, self.keys)
-
-    def number(self, b: int, h: int) -> int:
-        """Which list a sequence and a head have."""
-        return (b % self.batch) * self.heads + h % self.heads
-
-    def by_rows(self) -> list[tuple[Tensor, Tensor]]:
-        """The key of each pair, in the order of rows, and where each row ends."""
-        of_rows = [pairs[pairs[:, 0].argsort(stable=True)] for pairs in self.pairs]
-        return [(pairs[:, 1], torch.bincount(pairs[:, 0], minlength=self.tokens).cumsum(0)) for pairs in of_rows]
-
-    def nested(self, lists: list[Any]) -> Any:
-        """One a list, as callers give it: alone, a list of heads, or a list of such."""
-        if len(lists) == 1:
-            return lists[0]
-        return [lists[b * self.heads :][: self.heads] for b in range(self.batch)] if self.batch > 1 else lists
-
-    def padded(self, lists: list[Tensor], filler: int) -> Tensor:
-        """One tensor of all lists, (heads, ...) or (batch, heads, ...)."""
-        longest = max(map(len, lists)) + 1
-        rows = [torch.cat([x, x.new_full((longest - len(x), *x.shape[1:]), filler)]) for x in lists]
-        stacked = torch.stack(rows)
-        return stacked.view(self.batch, self.heads, *stacked.shape[1:]) if self.batch > 1 else stacked
-
-
-def draw_lists(draw: Draw, batch: int, heads: int, tokens: int, keys: int, repeated: bool) -> Lists:
+def draw_lists(draw: Draw, batch: int, heads: int, tokens: int, keys: int, repeated: bool) -> Pairs:
     own_batch, own_heads = batch if batch and draw.maybe(0.3) else 1, heads if heads and draw.maybe(0.5) else 1
     density, pairs = draw.pick("density of pairs", DENSITIES), []
     for _ in range(own_batch * own_heads):
@@ -70,32 +31,31 @@ def draw_lists(draw: Draw, batch: int, heads: int, tokens: int, keys: int, repea
             listed = torch.cat([listed, listed[torch.randint(len(listed), (5,), generator=draw.numbers)]])
         pairs.append(listed[torch.randperm(len(listed), generator=draw.numbers)])
     draw.words["lists"] = f"{own_batch} x {own_heads} of {[len(x) for x in pairs]} pairs"
-    return Lists(pairs, own_batch, own_heads, tokens, keys)
+    return Pairs(tuple(pairs), own_batch, own_heads, tokens, keys)
 
 
 def moved(given: Any, device: str) -> Any:
+    """Tensors of nested lists, or an index, there."""
     if isinstance(given, list):
         return [moved(x, device) for x in given]
     return given.to(device)
 
 
 def rows_given(
-    draw: Draw, lists: Lists, forms: tuple[str, ...] = ("lists", "lists", "padded", "TokenIndex")
+    draw: Draw, lists: Pairs, forms: tuple[str, ...] = ("lists", "lists", "padded", "TokenIndex")
 ) -> Callable[[str], tuple[Any, ...]]:
     """values and offsets, or an index in place of both, on a device."""
     form = draw.pick("lists as", forms)
     dtype = draw.pick("", (torch.int64, torch.int32))
-    values, ends = (list(x) for x in zip(*lists.by_rows()))
-    if draw.maybe(0.4):
-        ends = [torch.cat([x.new_zeros(1), x]) for x in ends]
+    values, ends = lists.csr(pointer=draw.maybe(0.4))
     values, ends = [x.to(dtype) for x in values], [x.to(dtype) for x in ends]
-    if form == "padded" and len(lists.pairs) > 1:
+    if form == "padded" and len(lists.lists) > 1:
         stacked = torch.stack(ends)
         stacked = stacked.view(lists.batch, lists.heads, -1) if lists.batch > 1 else stacked
-        return lambda device: (lists.padded(values, 7).to(device), stacked.to(device))
+        return lambda device: (lists.stacked(values, 7).to(device), stacked.to(device))
     given = lists.nested(values), lists.nested(ends)
     if form == "TokenIndex":
-        return lambda device: (TokenIndex.from_csr(*given, lists.tokens, lists.keys).to(device),)
+        return lambda device: (TokenIndex.from_csr(*given, lists.queries, lists.keys).to(device),)
     return lambda device: tuple(moved(x, device) for x in given)
 
 
@@ -161,32 +121,49 @@ def attention_of(draw: Draw, skew: float, name: str) -> Case:
     documents, sizes = documents_and_sizes(draw, sizes)
     needs_index = documents is not None and documents.layout == "own"
     lists_on = rows_given(draw, lists, ("TokenIndex",)) if needs_index else rows_given(draw, lists)
-    scale = draw.scale()
-    factor, is_native = sizes.depth**-0.5 if scale is None else scale, name == "sparse_attn"
+    scale, is_native = draw.scale(), name == "sparse_attn"
     with_lse = is_native and draw.pick("lse", (False, True))
     is_mapped = is_native and sizes.batch > 0 and lists.batch == 1 and documents is None and draw.maybe(0.3)
     if is_mapped:
         sizes = replace(sizes, lead="as they are")
         draw.words["dimensions before"] = "vmap"
+    return attention_case(
+        name, tensors, lists, lists_on, sizes, documents, scale=scale, return_lse=with_lse, skew=skew,
+        is_mapped=is_mapped, grads=draw.grads(), words=draw.words,
+    )  # fmt: skip
+
+
+def attention_case(
+    name: str, tensors: Tensors, lists: Pairs, lists_on: Callable[[str], tuple[Any, ...]] | None = None,
+    sizes: Sizes | None = None, documents: Documents | None = None, *, scale: float | None = None,
+    return_lse: bool = False, skew: float = 1.0, is_mapped: bool = False, **of_case: Any,
+) -> Case:  # fmt: skip
+    """An attention of "q", "k" and "v" (B, H, tokens, D) over pairs; the index is of `lists` where nothing else is."""
+    depth, is_native = tensors["q"].shape[-1], name == "sparse_attn"
+    factor = depth**-0.5 if scale is None else scale
 
     def call(given: Tensors) -> Tensors:
-        folded = [sizes.folded(x) for x in given.values()]
-        options = {"scale": factor * skew if skew != 1 else scale} | ({"return_lse": with_lse} if is_native else {})
-        options |= {} if documents is None else documents.options(str(given["q"].device))
-        lists_of = lists_on(str(given["q"].device))
+        device = str(given["q"].device)
+        folded = [x if sizes is None else sizes.folded(x) for x in given.values()]
+        options = {"scale": factor * skew if skew != 1 else scale} | ({"return_lse": return_lse} if is_native else {})
+        options |= {} if documents is None else documents.options(device)
+        given_lists = (index_of(lists).to(device),) if lists_on is None else lists_on(device)
 
         def operation(*x: Tensor) -> Any:
-            return getattr(ds_sparse, name)(*x, *lists_of, **options)
+            return getattr(ds_sparse, name)(*x, *given_lists, **options)
 
         found = (torch.vmap(operation) if is_mapped else operation)(*folded)
-        results = dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
-        return {key: sizes.unfolded(x) for key, x in results.items()}
+        results = dict(zip(("output", "lse"), found)) if return_lse else {"output": found}
+        return {key: x if sizes is None else sizes.unfolded(x) for key, x in results.items()}
 
-    times = lists.times if documents is None else documents.of_row(lists.times, 0)
-    meaning = Attention(("q", "k", "v"), times > 0, factor, times=times, with_lse=with_lse)
-    return Case(
-        name, dtype, tensors, ("q", "k", "v"), call, meaning, draw.grads(), draw.words, composed=not is_native
-    )  # fmt: skip
+    times = lists.counts.double() if documents is None else documents.of_row(lists.counts.double(), 0)
+    meaning = Attention(("q", "k", "v"), times > 0, factor, times=times, with_lse=return_lse)
+    wanted = of_case.pop("wanted", ("q", "k", "v"))
+    return Case(name, tensors["q"].dtype, tensors, wanted, call, meaning, composed=not is_native, **of_case)
+
+
+def index_of(lists: Pairs) -> TokenIndex:
+    return TokenIndex.from_pairs(lists.nested(list(lists.lists)), lists.queries, lists.keys)
 
 
 def masked(draw: Draw, skew: float) -> Case:
@@ -216,48 +193,52 @@ def scores_of(draw: Draw, skew: float, by_rows: bool) -> Case:
     lists = draw_lists(draw, sizes.batch, sizes.heads, sizes.tokens, sizes.keys, repeated=True)
     if by_rows:
         lists_on = rows_given(draw, lists)
-        ordered = [pairs[pairs[:, 0].argsort(stable=True)] for pairs in lists.pairs]
     else:
-        form, ordered = draw.pick("lists as", ("lists", "padded", "TokenIndex")), lists.pairs
-        given_lists = lists.nested(lists.pairs)
-        if form == "padded" and len(lists.pairs) > 1:
-            given_lists = lists.padded(lists.pairs, -1)
-        if form == "TokenIndex":
-            index = TokenIndex.from_pairs(lists.nested(lists.pairs), lists.tokens, lists.keys)
-            lists_on = lambda device: (index.to(device),)  # noqa: E731
-        else:
-            lists_on = lambda device: (moved(given_lists, device),)  # noqa: E731
+        form, given = draw.pick("lists as", ("lists", "padded", "TokenIndex")), lists.nested(list(lists.lists))
+        if form == "padded" and len(lists.lists) > 1:
+            given = lists.stacked(list(lists.lists), -1)
+        elif form == "TokenIndex":
+            given = index_of(lists)
+        lists_on = lambda device: (moved(given, device),)  # noqa: E731
+    return scores_case(tensors, lists, by_rows, lists_on, sizes, grads=draw.grads(), words=draw.words)
+
+
+def scores_case(
+    tensors: Tensors, lists: Pairs, by_rows: bool, lists_on: Callable[[str], tuple[Any, ...]] | None = None,
+    sizes: Sizes | None = None, **of_case: Any,
+) -> Case:  # fmt: skip
+    """sparse_matmul, or sparse_matmul_vo, of "q" and "k" (B, H, tokens, D)."""
+    batch, heads = tensors["q"].shape[:2]
+    ordered = [x[x[:, 0].argsort(stable=True)] for x in lists.lists] if by_rows else lists.lists
+    of_matrices = [lists.number(*divmod(n, heads)) for n in range(batch * heads)]
 
     def call(given: Tensors) -> Tensors:
         operation = ds_sparse.sparse_matmul_vo if by_rows else ds_sparse.sparse_matmul
-        found = operation(sizes.folded(given["q"]), sizes.folded(given["k"]), *lists_on(str(given["q"].device)))
-        return {"result": in_order(found, lists, ordered, sizes)}
+        q, k = (x if sizes is None else sizes.folded(x) for x in (given["q"], given["k"]))
+        device = str(q.device)
+        given_lists = (index_of(lists).to(device),) if lists_on is None else lists_on(device)
+        return {"result": in_order(operation(q, k, *given_lists), lists, ordered, batch, heads)}
 
     def product(x: list[Tensor]) -> Tensor:
         scores = (x[0] @ x[1].mT).flatten(0, 1)
-        found = []
-        for n in range(sizes.batch * sizes.heads):
-            b, h = divmod(n, sizes.heads)
-            pairs = ordered[lists.number(b, h)]
-            found.append(scores[n, pairs[:, 0], pairs[:, 1]])
+        found = [scores[n, ordered[place][:, 0], ordered[place][:, 1]] for n, place in enumerate(of_matrices)]
         return torch.cat(found) if found else scores.flatten()[:0]
 
-    name = "sparse_matmul_vo" if by_rows else "sparse_matmul"
-    meaning = Product(("q", "k"), product)
-    return Case(name, dtype, tensors, ("q", "k"), call, meaning, draw.grads(), draw.words)
+    name, meaning = "sparse_matmul_vo" if by_rows else "sparse_matmul", Product(("q", "k"), product)
+    return Case(name, tensors["q"].dtype, tensors, ("q", "k"), call, meaning, **of_case)
 
 
-def in_order(found: Any, lists: Lists, ordered: list[Tensor], sizes: Sizes) -> Tensor:
+def in_order(found: Any, lists: Pairs, ordered: Sequence[Tensor], batch: int, heads: int) -> Tensor:
     """Scores as they are returned, one sequence's and head's after the other's; what is padded has to be 0."""
     parts = []
-    for n in range(sizes.batch * sizes.heads):
-        b, h = divmod(n, sizes.heads)
+    for n in range(batch * heads):
+        b, h = divmod(n, heads)
         if isinstance(found, Tensor):
-            row = found.reshape(sizes.batch * sizes.heads, found.shape[-1])[n]
+            row = found.reshape(batch * heads, found.shape[-1])[n]
         elif lists.batch == 1:
-            row = found[h].reshape(sizes.batch, -1)[b]
+            row = found[h].reshape(batch, -1)[b]
         else:
-            row = found[b][0].reshape(sizes.heads, -1)[h] if lists.heads == 1 else found[b][h]
+            row = found[b][0].reshape(heads, -1)[h] if lists.heads == 1 else found[b][h]
         count = len(ordered[lists.number(b, h)])
         if row[count:].any():
             raise AssertionError("scores behind the end of a list are not 0")

@@ -78,4 +78,4 @@ def spoilt(case: Case) -> Tensors:
     keys = (live & rows.unsqueeze(3)).any(2).unflatten(1, (-1, group)).any(2)
     found = {"output": rows.unsqueeze(-1), "lse": rows, gradient_of(query): rows.unsqueeze(-1)}
     found |= {gradient_of(name): keys.unsqueeze(-1) for name in (key, value)}
-    return found | {gradient_of(name): rows.any() for name in case.meaning.biases}
+    return found | {gradient_of(name): rows.any() for name in case.meaning.all_biases}
