@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from helpers import random, seeded
 
 from ds_sparse import (
+    BlockIndex,
+    FixedSparsityConfig,
     MatMul,
+    PackedIndex,
     Softmax,
+    SparseSelfAttention,
     TokenIndex,
     WindowIndex,
     block_sparse_attention,
@@ -29,79 +36,143 @@ BATCH, HEADS, TOKENS = 2, 2, 16
 LAYOUT = torch.tensor([[[1, 0], [1, 1]], [[0, 1], [1, 1]]])
 SEEN = torch.rand(BATCH, HEADS, TOKENS, TOKENS, generator=seeded(1)) < 0.6
 PADDING = torch.rand(BATCH, TOKENS, generator=seeded(2)) < 0.8
+CU_SEQLENS = torch.tensor([0, 5, TOKENS], dtype=torch.int32)
 
 QUERY = (BATCH, HEADS, TOKENS, 8)
+ROW = (1, *QUERY[1:])
 BIAS = (BATCH, HEADS, TOKENS, TOKENS)
 VALUES = (BATCH, int(LAYOUT.sum()), 8, 8)
 BAND = (BATCH, HEADS, TOKENS, 7)
 
-Operation = tuple[Callable, list[tuple[int, ...]]]
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of one operation.
+
+    Attributes:
+        public: the name that its errors give.
+        call: of the differentiable operands; one tensor is the result.
+        shapes: of these.
+        cast: how many of them, the first ones, autocast casts.
+        any_batch: whether nothing that the call holds is of so many sequences.
+        is_prepared: whether a graph can hold the call: its index is built.
+    """
+
+    public: str
+    call: Callable[..., torch.Tensor]
+    shapes: list[tuple[int, ...]]
+    cast: int = 3
+    any_batch: bool = False
+    is_prepared: bool = True
 
 
-def of_blocks(device: str) -> dict[str, Operation]:
+def of_blocks(device: str, masks: str, prepared: bool) -> dict[str, Operation]:
     # Moved layouts are new tensors: their indices are built while a transform is at work.
-    layout, padding = LAYOUT.to(device), PADDING.to(device)
+    layout: Any = BlockIndex.build(LAYOUT, 8).to(device) if prepared else LAYOUT.to(device)
+    causal = layout.causal() if prepared else layout
+    row = PackedIndex.build(LAYOUT, CU_SEQLENS, 8, device=device).prepared(causal=True) if prepared else layout
+    padding, cu_seqlens = PADDING.to(masks), CU_SEQLENS.to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        structure = FixedSparsityConfig(HEADS, block=8, num_local_blocks=2, different_layout_per_head=True)
+    module = SparseSelfAttention(structure, max_seq_length=3 * TOKENS)
 
-    def attention(**options) -> Callable:
-        return lambda q, k, v, *rpe: block_sparse_attention(q, k, v, layout, rpe=rpe[0] if rpe else None, **options)
+    def attention(shapes: list[tuple[int, ...]], more: str = "rpe", layout=layout, any_batch=True, **options):
+        def call(q, k, v, *last):
+            return block_sparse_attention(q, k, v, layout, **options, **({more: last[0]} if last else {}))
 
-    def by_distance(q, k, v, bias):
-        return block_sparse_attention(q, k, v, layout, distance_bias=bias, key_padding_mask=padding)
+        return Operation("block_sparse_attention", call, shapes, any_batch=any_batch)
 
     def with_lse(q, k, v):
         output, lse = block_sparse_attention(q, k, v, layout, return_lse=True)
         return output.sum(-1) + lse.to(output.dtype)
 
-    def with_sinks(q, k, v, sinks):
-        return block_sparse_attention(q, k, v, layout, sinks=sinks)
-
     def at_an_offset(q, k, v, bias, sinks):
         return block_sparse_attention(q, k, v, layout, block=8, query_offset=TOKENS - 3, rpe=bias, sinks=sinks)
 
+    def packed(q, k, v):
+        options = {} if prepared else {"cu_seqlens": cu_seqlens, "block": 8}
+        return block_sparse_attention(q, k, v, row, causal=True, **options)
+
+    def product(mode: str, shapes: list[tuple[int, ...]], **transposed: bool) -> Operation:
+        built = MatMul(layout, 8, mode, **transposed) if prepared else None
+        return Operation("MatMul", lambda a, b: (built or MatMul(layout, 8, mode, **transposed))(a, b), shapes)
+
+    built = Softmax(layout, 8) if prepared else None
+
     def softmax(values, bias, mask):
-        return Softmax(layout, 8)(values, 0.3, rpe=bias, attn_mask=mask)
+        return (built or Softmax(layout, 8))(values, 0.3, rpe=bias, attn_mask=mask)
 
-    grouped = [(1, 2, TOKENS, 20), *[(1, 1, TOKENS, 20)] * 2]
+    operands, grouped = [QUERY] * 3, [(1, 2, TOKENS, 20), *[(1, 1, TOKENS, 20)] * 2]
+    of_offset = [(BATCH, HEADS, 3, 8), QUERY, QUERY, (HEADS, 3, TOKENS), (HEADS,)]
+    by_distance = [*operands, (HEADS, 2 * TOKENS - 1)]
+    public = "block_sparse_attention"
     return {
-        "attention": (attention(key_padding_mask=padding), [QUERY] * 3),
-        "attention by distance": (by_distance, [*[QUERY] * 3, (HEADS, 2 * TOKENS - 1)]),
-        "attention, causal, with rpe": (attention(causal=True), [*[QUERY] * 3, BIAS]),
-        "attention, shared rpe": (attention(), [*[QUERY] * 3, (1, 1, TOKENS, TOKENS)]),
-        "attention, with sinks": (with_sinks, [*[QUERY] * 3, (HEADS,)]),
-        "attention, grouped heads of another size": (attention(), grouped),
-        "attention at an offset": (at_an_offset, [(BATCH, HEADS, 3, 8), QUERY, QUERY, (HEADS, 3, TOKENS), (HEADS,)]),
-        "attention with lse": (with_lse, [QUERY] * 3),
-        "sdd": (lambda a, b: MatMul(layout, 8, "sdd", trans_b=True)(a, b), [QUERY] * 2),
-        "dsd": (lambda p, v: MatMul(layout, 8, "dsd")(p, v), [VALUES, QUERY]),
-        "dds": (lambda x, p: MatMul(layout, 8, "dds", trans_a=True)(x, p), [QUERY, VALUES]),
-        "softmax": (softmax, [VALUES, BIAS[1:], BIAS[2:]]),
-    }
-
-
-def of_windows(device: str) -> dict[str, Operation]:
-    padding, several = PADDING.to(device), torch.tensor([3, 1])
-    index = WindowIndex.build(TOKENS, [3, 2], True, [3], [1, 2], device=device)
-    return {
-        "window_matmul": (lambda a, b: window_matmul(a, b.mT, 3), [QUERY] * 2),
-        "unwindow_matmul": (lambda p, v: unwindow_matmul(p, v, 3), [BAND, QUERY]),
-        "window_softmax": (lambda s: window_softmax(s, several, key_padding_mask=padding), [BAND]),
-        "window_attention": (lambda q, k, v: window_attention(q, k, v, 3, key_padding_mask=padding), [QUERY] * 3),
-        "window_attention at an offset": (
-            lambda q, k, v: window_attention(q, k, v, 5, query_offset=4),
-            [(BATCH, HEADS, 3, 8), QUERY, QUERY],
+        "attention": attention(operands, any_batch=False, key_padding_mask=padding),
+        "attention by distance": attention(by_distance, "distance_bias", any_batch=False, key_padding_mask=padding),
+        "attention, causal, with rpe": attention([*operands, BIAS], layout=causal, causal=True),
+        "attention, shared rpe": attention([*operands, (1, 1, TOKENS, TOKENS)]),
+        "attention, with sinks": attention([*operands, (HEADS,)], "sinks"),
+        "attention, grouped heads of another size": attention(grouped, any_batch=False),
+        "attention at an offset": Operation(public, at_an_offset, of_offset, is_prepared=False),
+        "attention with lse": Operation(public, with_lse, operands, any_batch=True),
+        "attention of packed documents": Operation(public, packed, [ROW] * 3),
+        "attention of a module": Operation(
+            public, lambda q, k, v, rpe: module.attend(q, k, v, rpe=rpe), [*operands, BIAS], any_batch=True
         ),
-        "window_attention in an order": (lambda q, k, v: window_attention(q, k, v, index), [QUERY] * 3),
+        "attention of a module by distance": Operation(
+            public, lambda q, k, v, bias: module.attend(q, k, v, distance_bias=bias), by_distance, any_batch=True
+        ),
+        "sdd": product("sdd", [QUERY] * 2, trans_b=True),
+        "dsd": product("dsd", [VALUES, QUERY]),
+        "dds": product("dds", [QUERY, VALUES], trans_a=True),
+        "softmax": Operation("Softmax", softmax, [VALUES, BIAS[1:], BIAS[2:]], cast=0),
     }
 
 
-def of_pairs(device: str) -> dict[str, Operation]:
-    def index(seen: torch.Tensor) -> TokenIndex:
-        return TokenIndex.from_mask(seen).to(device)
+def of_windows(device: str, masks: str, prepared: bool) -> dict[str, Operation]:
+    padding, several = PADDING.to(masks), [3, 1] if prepared else torch.tensor([3, 1])
+    index = WindowIndex.build(TOKENS, [3, 2], True, [3], [1, 2], device=device)
+    cu_seqlens: Any = CU_SEQLENS.to(device)
+    row = WindowIndex.build(TOKENS, 3, device=device, cu_seqlens=cu_seqlens) if prepared else 3
+    of_row = {} if prepared else {"cu_seqlens": cu_seqlens}
+    of_offset = [(BATCH, HEADS, 3, 8), QUERY, QUERY]
 
-    seen, shared, of_heads, of_batch = SEEN.to(device), index(SEEN[0, 0]), index(SEEN[0]), index(SEEN[:, :1])
+    def attention(shapes: list[tuple[int, ...]], *numbers: Any, any_batch: bool = True, **options: Any) -> Operation:
+        def call(q, k, v, sinks=None):
+            return window_attention(q, k, v, *numbers, sinks=sinks, **options)
+
+        return Operation("window_attention", call, shapes, any_batch=any_batch)
+
+    return {
+        "window_matmul": Operation("window_matmul", lambda a, b: window_matmul(a, b.mT, 3), [QUERY] * 2),
+        "unwindow_matmul": Operation("unwindow_matmul", lambda p, v: unwindow_matmul(p, v, 3), [BAND, QUERY]),
+        "window_softmax": Operation(
+            "window_softmax", lambda s: window_softmax(s, several, key_padding_mask=padding), [BAND], cast=0
+        ),
+        "window_attention": attention([QUERY] * 3, 3, any_batch=False, key_padding_mask=padding),
+        "window_attention, dilated": attention([*[QUERY] * 3, (HEADS,)], [3, 2], global_tokens=[5], dilation=[2, 1]),
+        "window_attention at an offset": Operation(
+            "window_attention", lambda q, k, v: window_attention(q, k, v, 5, query_offset=4), of_offset,
+            is_prepared=False,
+        ),
+        "window_attention in an order": attention([QUERY] * 3, index),
+        "window_attention of packed documents": attention([ROW] * 3, row, any_batch=False, **of_row),
+    }  # fmt: skip
+
+
+def of_pairs(device: str, masks: str, prepared: bool) -> dict[str, Operation]:
+    def index(seen: torch.Tensor) -> TokenIndex:
+        made = TokenIndex.from_mask(seen).to(device)
+        return made.prepared() if prepared else made
+
+    seen, shared, of_heads, of_batch = SEEN.to(masks), index(SEEN[0, 0]), index(SEEN[0]), index(SEEN[:, :1])
     every = index(SEEN)
-    values, offsets = shared.csr()
-    backwards = shared.pairs().flip(0)
+    values, offsets = (shared, None) if prepared else shared.csr()
+    backwards = shared if prepared else shared.pairs().flip(0)
+    cu_seqlens = CU_SEQLENS.to(device)
+    row = shared.packed(cu_seqlens).prepared() if prepared else shared
+    of_row = {} if prepared else {"cu_seqlens": cu_seqlens}
 
     def joined(lists: object) -> torch.Tensor:
         return lists if isinstance(lists, torch.Tensor) else torch.cat([joined(x) for x in lists], -1)
@@ -110,25 +181,36 @@ def of_pairs(device: str) -> dict[str, Operation]:
         output, lse = sparse_attn(q, k, v, of_heads, return_lse=True)
         return output.sum(-1) + lse.to(output.dtype)
 
-    odd, wider = (BATCH, HEADS, TOKENS, 3), (BATCH, HEADS, TOKENS, 5)
+    def attention(function: Callable, *lists: Any, shapes=(QUERY,) * 3, any_batch=True, **options: Any) -> Operation:
+        public = function.__name__
+        return Operation(public, lambda q, k, v: function(q, k, v, *lists, **options), list(shapes), 3, any_batch)
+
+    odd, wider, two = (BATCH, HEADS, TOKENS, 3), (BATCH, HEADS, TOKENS, 5), [QUERY] * 2
     return {
-        "sparse_attn": (lambda q, k, v: sparse_attn(q, k, v, values, offsets), [QUERY] * 3),
-        "sparse_attn of odd sizes": (lambda q, k, v: sparse_attn(q, k, v, shared), [odd, odd, wider]),
-        "sparse_attn, a list a head, with lse": (with_lse, [QUERY] * 3),
-        "sparse_attn, a list a sequence": (lambda q, k, v: sparse_attn(q, k, v, of_batch), [QUERY] * 3),
-        "sparse_attn, a list a sequence and head": (lambda q, k, v: sparse_attn(q, k, v, every), [QUERY] * 3),
-        "sparse_matmul": (lambda q, k: sparse_matmul(q, k, backwards), [QUERY] * 2),
-        "sparse_matmul, lists": (lambda q, k: joined(sparse_matmul(q, k, every)), [QUERY] * 2),
-        "sparse_matmul_vo": (lambda q, k: sparse_matmul_vo(q, k, values, offsets), [QUERY] * 2),
-        "masked_attention": (lambda q, k, v: masked_attention(q, k, v, seen), [QUERY] * 3),
-        "gather_attention": (lambda q, k, v: gather_attention(q, k, v, values, offsets), [QUERY] * 3),
-        "gather_attention, a list a head": (lambda q, k, v: gather_attention(q, k, v, of_heads), [QUERY] * 3),
-    }
+        "sparse_attn": attention(sparse_attn, values, offsets),
+        "sparse_attn of odd sizes": attention(sparse_attn, shared, shapes=(odd, odd, wider)),
+        "sparse_attn, a list a head, with lse": Operation("sparse_attn", with_lse, [QUERY] * 3, any_batch=True),
+        "sparse_attn, a list a sequence": attention(sparse_attn, of_batch, any_batch=False),
+        "sparse_attn, a list a sequence and head": attention(sparse_attn, every, any_batch=False),
+        "sparse_attn of packed documents": attention(sparse_attn, row, shapes=(ROW,) * 3, any_batch=False, **of_row),
+        "sparse_matmul": Operation(
+            "sparse_matmul", lambda q, k: sparse_matmul(q, k, backwards), two, any_batch=True
+        ),
+        "sparse_matmul, lists": Operation("sparse_matmul", lambda q, k: joined(sparse_matmul(q, k, every)), two),
+        "sparse_matmul_vo": Operation(
+            "sparse_matmul", lambda q, k: sparse_matmul_vo(q, k, values, offsets), two, is_prepared=False
+        ),
+        "masked_attention": attention(masked_attention, seen, any_batch=False),
+        "gather_attention": attention(gather_attention, values, offsets),
+        "gather_attention, a list a head": attention(gather_attention, of_heads),
+    }  # fmt: skip
 
 
 @cache
-def operations(device: str) -> dict[str, Operation]:
-    return of_blocks(device) | of_windows(device) | of_pairs(device)
+def operations(device: str, masks: str = "", prepared: bool = False) -> dict[str, Operation]:
+    """masks: the device of masks, where it is another. prepared: with indices that are built, as graphs take them."""
+    given = device, masks or device, prepared
+    return of_blocks(*given) | of_windows(*given) | of_pairs(*given)
 
 
 NATIVE = [name for name in operations("cpu") if not name.startswith(("masked", "gather"))]

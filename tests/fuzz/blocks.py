@@ -16,7 +16,7 @@ from ds_sparse.reference import dropout_keep
 
 from . import reference
 from .cases import Case, Draw
-from .documents import draw_documents
+from .documents import Documents, draw_documents
 from .meanings import Attention, Product, RowSoftmax, Tensors
 from .reference import as_bias, blocks_of, dense_of, kept, seen_tokens
 
@@ -165,11 +165,22 @@ def packed(draw: Draw, skew: float) -> Case:
     layout_of = given_layout(draw, layout, block)
     form = draw.pick("operands", ("rows", "tokens first", "nested"))
     with_lse = is_own and form != "nested" and draw.pick("lse", (False, True))
-    scale, causal, as_index = (
-        draw.scale(),
-        draw.pick("causal", (False, True)),
-        is_own and form != "nested" and draw.maybe(0.3),
-    )
+    scale, causal = draw.scale(), draw.pick("causal", (False, True))
+    if draw.maybe(0.25):
+        tensors["sinks"] = draw.values("sinks", (heads,), dtype)
+    return packed_case(
+        tensors, layout, block, documents, layout_of, form, scale=scale, causal=causal, return_lse=with_lse, skew=skew,
+        as_index=is_own and form != "nested" and draw.maybe(0.3), grads=draw.grads(), words=draw.words,
+    )  # fmt: skip
+
+
+def packed_case(
+    tensors: Tensors, layout: Tensor, block: int, documents: Documents,
+    layout_of: Callable[[str], Tensor | BlockIndex] | None = None, form: str = "rows", *, scale: float | None = None,
+    causal: bool = False, return_lse: bool = False, as_index: bool = False, skew: float = 1.0, **of_case: Any,
+) -> Case:  # fmt: skip
+    """Attention over documents of a row; form: "rows" (1, H, T, D), "tokens first" (T, H, D) or "nested"."""
+    tokens, depth = tensors["query"].shape[2:]
     factor = depth**-0.5 if scale is None else scale
     options: dict[str, Any] = {"scale": factor * skew if skew != 1 else scale, "causal": causal}
 
@@ -184,24 +195,26 @@ def packed(draw: Draw, skew: float) -> Case:
 
     def call(given: Tensors) -> Tensors:
         device, own = str(given["query"].device), {}
-        of_layout: Any = layout_of(device)
+        of_layout: Any = layout.to(device) if layout_of is None else layout_of(device)
         if as_index:
             of_layout = PackedIndex.build(of_layout, documents.cu_seqlens, block)
         else:
             own = {"block": block, "document_layout": documents.layout}
             if form != "nested":
                 own["cu_seqlens"] = documents.cu_seqlens.to(device)
-        operands = {name: folded(x) for name, x in given.items()}
-        found = block_sparse_attention(**operands, layout=of_layout, **own, **options, return_lse=with_lse)
-        results = dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
+        operands = {name: x if name == "sinks" else folded(x) for name, x in given.items()}
+        found = block_sparse_attention(**operands, layout=of_layout, **own, **options, return_lse=return_lse)
+        results = dict(zip(("output", "lse"), found)) if return_lse else {"output": found}
         return {name: unfolded(x) for name, x in results.items()}
 
     as_one = seen_tokens(layout, block, tokens, tokens)
     as_one = as_one & reference.before(tokens, tokens) if causal else as_one
-    seen = documents.of_row(as_one, False)
-    names = ("query", "key", "value")
-    meaning = Attention(names, seen, factor, with_lse=with_lse)
-    return Case("packed attention", dtype, tensors, names, call, meaning, draw.grads(), draw.words)
+    names, sinks = ("query", "key", "value"), tensors.get("sinks")
+    meaning = Attention(
+        names, documents.of_row(as_one, False), factor, with_lse=return_lse, sinks=sinks is not None,
+        bias_dtype=torch.float64 if sinks is None else sinks.dtype,
+    )  # fmt: skip
+    return Case("packed attention", tensors["query"].dtype, tensors, tuple(tensors), call, meaning, **of_case)
 
 
 def by_distance(bias: Tensor, tokens: int, keys: int, offset: int = 0) -> Tensor:
@@ -232,7 +245,7 @@ def matmul(draw: Draw, skew: float) -> Case:
     layout_of = given_layout(draw, layout, block)
     of_a, of_b = (batch if draw.maybe(0.8) or not batch else 1 for _ in range(2))
     batch = of_a if of_b == 1 else of_b
-    num_values = len(reference.live_blocks(layout, heads))
+    num_values = int(layout.expand(heads, -1, -1).sum())
 
     def dense(name: str, of_batch: int, size: tuple[int, int], transposed: bool) -> Tensor:
         own = 1 if len(layout) == heads and heads > 1 and draw.maybe(0.2) and mode != "sdd" else heads
@@ -293,7 +306,7 @@ def softmax(draw: Draw, skew: float) -> Case:
     heads = heads if layout.any() else len(layout)
     layout_of = given_layout(draw, layout, block)
     full = (batch, heads, rows * block, columns * block)
-    num_values = len(reference.live_blocks(layout, heads))
+    num_values = int(layout.expand(heads, -1, -1).sum())
     flat = batch == 1 and draw.maybe(0.4)
     tensors: Tensors = {
         "x": draw.values("x", (num_values, block, block) if flat else (batch, num_values, block, block), dtype)

@@ -35,6 +35,12 @@ def gradients(results: Tensors, leaves: Tensors, wanted: tuple[str, ...], grads:
     return {gradient_of(name): torch.zeros_like(leaves[name]) if g is None else g for name, g in zip(wanted, found)}
 
 
+def hold(case: Case, device: str) -> None:
+    """Asserts that the results and gradients of a case are within their bounds."""
+    outcome = check(case, device)
+    assert not outcome.faults, "\n".join(outcome.faults)
+
+
 def check(case: Case, device: str) -> Outcome:
     with cpu_threads(1):
         return _check(case, device)

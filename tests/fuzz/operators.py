@@ -65,11 +65,11 @@ def recorded() -> list[Call]:
     """Calls of every operator on the CPU, with small operands."""
     recorder = Recorder()
     for name in NATIVE:
-        function, shapes = operations("cpu")[name]
+        operation = operations("cpu")[name]
         for dtype in (torch.float64, torch.float32):
-            leaves = [x.to(dtype).requires_grad_() for x in inputs("cpu", shapes)]
+            leaves = [x.to(dtype).requires_grad_() for x in inputs("cpu", operation.shapes)]
             with recorder:
-                function(*leaves).sum().backward()
+                operation.call(*leaves).sum().backward()
     return [(func, args) for func, args in recorder.calls if "layout_attention" not in func.name()]
 
 

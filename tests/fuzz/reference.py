@@ -42,38 +42,24 @@ def before(tokens: int, keys: int, offset: int = 0) -> Tensor:
     return torch.arange(keys) <= torch.arange(tokens)[:, None] + offset
 
 
-def live_blocks(layout: Tensor, heads: int) -> list[tuple[int, int, int]]:
-    """Head, row and column of each live block, in the order in which sparse values have them."""
-    return [tuple(place) for place in layout.bool().expand(heads, -1, -1).nonzero().tolist()]
+def live_blocks(layout: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Heads, rows and columns of live blocks, in the order in which sparse values have them."""
+    return layout.bool().expand(heads, -1, -1).nonzero().unbind(1)
 
 
 def blocks_of(dense: Tensor, layout: Tensor, block: int) -> Tensor:
     """The live blocks (B, V, b, b) of a matrix (B, H, R*b, C*b)."""
-    cut = [
-        dense[:, h, r * block : (r + 1) * block, c * block : (c + 1) * block]
-        for h, r, c in live_blocks(layout, dense.shape[1])
-    ]
-    return torch.stack(cut, 1) if cut else dense.new_zeros(dense.shape[0], 0, block, block)
+    cut = dense.unflatten(3, (-1, block)).unflatten(2, (-1, block)).transpose(3, 4)
+    heads, rows, columns = live_blocks(layout, dense.shape[1])
+    return cut[:, heads, rows, columns]
 
 
 def dense_of(values: Tensor, layout: Tensor, block: int, heads: int) -> Tensor:
     """A matrix (B, H, R*b, C*b) of its live blocks, 0 elsewhere."""
-    rows, columns = layout.shape[-2:]
-    dead = values.new_zeros(values.shape[0], block, block)
-    place = {live: n for n, live in enumerate(live_blocks(layout, heads))}
-    stacked = [values[:, place[p]] if (p := (h, r, c)) in place else dead for h, r, c in every(heads, rows, columns)]
-    if not stacked:
-        return values.new_zeros(values.shape[0], heads, rows * block, columns * block)
-    return (
-        torch.stack(stacked, 1)
-        .view(-1, heads, rows, columns, block, block)
-        .transpose(3, 4)
-        .reshape(-1, heads, rows * block, columns * block)
-    )
-
-
-def every(heads: int, rows: int, columns: int) -> list[tuple[int, int, int]]:
-    return [(h, r, c) for h in range(heads) for r in range(rows) for c in range(columns)]
+    batch, (rows, columns) = values.shape[0], layout.shape[-2:]
+    dense = values.new_zeros(heads, rows, columns, batch, block, block)
+    dense = dense.index_put(live_blocks(layout, heads), values.transpose(0, 1))
+    return dense.permute(3, 0, 1, 4, 2, 5).reshape(batch, heads, rows * block, columns * block)
 
 
 def band_of(dense: Tensor, window: int) -> Tensor:

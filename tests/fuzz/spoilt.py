@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -43,9 +44,14 @@ def planted(draw: Draw, case: Case) -> Case:
         for _ in range(draw.pick("", (1, 1, 3))):
             batch, head, token = (draw.random.randrange(size) for size in tokens.shape)
             tokens[batch, head, 0 if draw.maybe(0.3) else token] = True
-    names = [name for name in kinds[kind] if name == "output" or not is_repeated(case.tensors[name])]
     number = draw.pick("", (math.nan, math.nan, math.inf, -math.inf))
     draw.words["not finite"] = f"{number} in {int(tokens.sum())} of {kind}"
+    names = [name for name in kinds[kind] if name == "output" or not is_repeated(case.tensors[name])]
+    return plant(case, names, tokens, number)
+
+
+def plant(case: Case, names: Sequence[str], tokens: Tensor, number: float) -> Case:
+    """The case with that number in tokens (B, H, T) of these operands, or of "output", which is its gradient."""
     for name in names:
         if name != "output":
             case.tensors[name][tokens] = number

@@ -84,6 +84,8 @@ def test_head_sizes_are_rounded_up_and_the_gradient_of_a_bias_is_apart(device: s
     given = tensors(device, *[(1, 1, 48, 20)] * 3, (1, 1, 48, 48))
     found = counted(lambda q, k, v, rpe: block_sparse_attention(q, k, v, LAYOUT.to(device), rpe=rpe), *given)
     assert found == (4 * 24 * 6 * 256, (10 + 4) * 24 * 6 * 256)
+    given[3] = given[3].new_zeros(1, 2 * 48 - 1)
+    assert found == counted(lambda *x: block_sparse_attention(*x[:3], LAYOUT.to(device), distance_bias=x[3]), *given)
 
 
 @pytest.mark.parametrize(("causal", "live"), [(False, 6), (True, 5)])

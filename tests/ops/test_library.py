@@ -7,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from public_operations import inputs, operations
 
-from ds_sparse import FixedSparsityConfig, SparseSelfAttention
 from ds_sparse.index import BlockIndex, WindowIndex
 from ds_sparse.ops import MatMul, _library, block_sparse_attention, missing_kernels
 
@@ -459,65 +457,3 @@ def test_limits_that_lead_outside_are_ranges_of_the_tokens_that_there_are(limits
         **(arguments | changed | {"value": torch.ones(2, 3, 20, 8)})
     )
     torch.testing.assert_close(output, torch.full_like(output, limits == [-100, 100]))
-
-
-@pytest.mark.parametrize("name", list(operations("cpu")))
-def test_what_is_no_ordinary_tensor_is_refused_with_a_way_out(name: str):
-    call, shapes = operations("cpu")[name]
-    given = inputs("cpu", shapes)
-    parts = [torch.zeros(3, 8), torch.zeros(5, 8)]
-    nested = r"is a nested tensor; give \w+\.to_padded_tensor\(0\.0\) .*\.unbind"
-    nested += r"|give \w+, \w+ and \w+ all nested|is given for packed documents"  # of what takes those
-    refused = [
-        (r"is a tensor of layout torch\.sparse_csr; give \w+\.to_dense\(\)", torch.eye(8).to_sparse_csr()),
-        (nested, torch.nested.nested_tensor(parts, layout=torch.jagged)),
-        (nested, torch.nested.nested_tensor(parts)),
-    ]
-    for sentence, tensor in refused:
-        for place in range(len(given)):
-            if name == "window_matmul" and place == 1:
-                continue  # transposed by the call, which such tensors are not
-            with pytest.raises(ValueError, match=sentence):
-                call(*given[:place], tensor, *given[place + 1 :])
-    with pytest.raises(TypeError, match="is a list; it has to be a tensor"):
-        call([1.0], *given[1:])
-
-
-@pytest.mark.parametrize("name", list(operations("cpu")))
-def test_jit_trace_is_refused_before_it_records_one_length(name: str):
-    call, shapes = operations("cpu")[name]
-    with pytest.raises(
-        RuntimeError, match="torch.jit.trace cannot record ds_sparse.* Use torch.compile, or torch.export"
-    ):
-        torch.jit.trace(call, inputs("cpu", shapes))
-
-
-def test_jit_trace_of_a_model_is_refused():
-    module = SparseSelfAttention(FixedSparsityConfig(2, 8), max_seq_length=64)
-    with pytest.raises(RuntimeError, match="torch.jit.trace cannot record ds_sparse"):
-        torch.jit.trace(module, tuple(torch.zeros(3, 1, 2, 32, 8)))
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_distributed_tensors_are_asked_for_their_local_part():
-    from torch.distributed.tensor import distribute_tensor, init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1,))
-    for call, shapes in operations("cpu").values():
-        given = inputs("cpu", shapes)
-        with pytest.raises(ValueError, match=r"is a DTensor, .* give \w+\.to_local\(\)"):
-            call(distribute_tensor(given[0], mesh), *given[1:])
-    layout = distribute_tensor(torch.ones(2, 2, dtype=torch.bool), mesh)
-    with pytest.raises(TypeError, match=r"got one that is a DTensor; give layout\.full_tensor\(\)"):
-        BlockIndex.build(layout, 16)
-
-
-@pytest.mark.parametrize("name", list(operations("cpu")))
-def test_meta_tensors_give_the_shape_of_every_operation(name: str):
-    call, shapes = operations("cpu")[name]
-    given = inputs("cpu", shapes)
-    expected = call(*given)
-    if name in ("attention", "attention by distance", "window_softmax", "window_attention", "masked_attention"):
-        return  # their masks are tensors on another device, which tests of their own give
-    found = call(*(x.to("meta") for x in given))
-    assert (found.device.type, found.shape, found.dtype) == ("meta", expected.shape, expected.dtype)

@@ -39,7 +39,7 @@ def close(found, expected) -> None:
 
 
 def test_grad_is_autograds(device: str, operation: Operation):
-    call, shapes = operation
+    call, shapes = operation.call, operation.shapes
     given = inputs(device, shapes)
     every = tuple(range(len(given)))
     found = grad(number(call), every)(*given)
@@ -51,7 +51,7 @@ def test_grad_is_autograds(device: str, operation: Operation):
 
 
 def test_gradients_of_each_sample(device: str, operation: Operation):
-    call, shapes = operation
+    call, shapes = operation.call, operation.shapes
     given = inputs(device, shapes, SAMPLES)
     every = tuple(range(len(given)))
     each = [by_autograd(call, tuple(x[i] for x in given)) for i in range(SAMPLES)]
@@ -62,7 +62,7 @@ def test_gradients_of_each_sample(device: str, operation: Operation):
 
 
 def test_one_operand_a_sample_and_the_others_shared(device: str, operation: Operation):
-    call, shapes = operation
+    call, shapes = operation.call, operation.shapes
     given = inputs(device, shapes)
     many = inputs(device, shapes, SAMPLES)
     for place in range(len(given)):
@@ -78,7 +78,7 @@ def test_one_operand_a_sample_and_the_others_shared(device: str, operation: Oper
 
 @pytest.mark.parametrize("name", ["attention, shared rpe", "sdd", "softmax", "window_softmax", "sparse_attn"])
 def test_vmap_in_vmap(device: str, name: str):
-    call, shapes = operations(device)[name]
+    call, shapes = operations(device)[name].call, operations(device)[name].shapes
     given = inputs(device, shapes, 2, SAMPLES)
     found = vmap(vmap(grad(number(call))), in_dims=1)(*(x.transpose(0, 1) for x in given))
     for i in range(2):
@@ -87,7 +87,7 @@ def test_vmap_in_vmap(device: str, name: str):
 
 @pytest.mark.parametrize("name", ["attention", "softmax", "dsd", "window_attention in an order", "sparse_attn"])
 def test_jacobians(device: str, name: str):
-    call, shapes = operations(device)[name]
+    call, shapes = operations(device)[name].call, operations(device)[name].shapes
     given = inputs(device, shapes)
     numbers = count()
 
