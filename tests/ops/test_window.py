@@ -1,5 +1,4 @@
-"""window_matmul, unwindow_matmul and window_softmax against the float64 reference: values, gradients, and what torch
-expects of an operator."""
+"""window_matmul, unwindow_matmul and window_softmax: windows, rows and heads beyond those of the fuzz, and refusals."""
 
 from __future__ import annotations
 
@@ -8,111 +7,44 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    DTYPES,
-    EXAMPLES,
-    VIEWS,
-    as_view,
-    assert_as_accurate,
-    generator,
-    implementation_on,
-    leaf,
-    needs_gpu_memory,
-    poisoned_memory,
-    random,
-    seeded,
-)
-from hypothesis import given
-from hypothesis import strategies as st
-from ops_parameters import BACKENDS, GRAPH_DTYPES
+from fuzz.compare import hold
+from fuzz.windows import product_case, softmax_case
+from helpers import DTYPES, as_view, assert_as_accurate, needs_gpu_memory, random, seeded
 
 import ds_sparse
 from ds_sparse import memory, reference, unwindow_matmul, window_matmul, window_softmax
 
 HALVES = (torch.float16, torch.bfloat16)
 OPERATORS = ("window_matmul", "unwindow_matmul", "window_softmax_forward", "window_softmax_backward")
-
-JOBS = {
-    "window_matmul": (window_matmul, reference.window_matmul),
-    "unwindow_matmul": (unwindow_matmul, reference.unwindow_matmul),
-}
+JOBS = ("unwindow_matmul", "window_matmul")
 
 
 def operands(
-    job: str, leading: tuple[int, ...], tokens: int, window: int, depth: int, rng: torch.Generator
-) -> list[torch.Tensor]:
-    """In float64: a and b, or p and v; p with NaN where there are no tokens."""
-    if job == "window_matmul":
-        return [random(rng, *leading, tokens, depth), random(rng, *leading, depth, tokens)]
-    return [random(rng, *leading, tokens, 2 * window + 1), random(rng, *leading, tokens, depth)]
-
-
-def beside_the_sequence(tokens: int, window: int) -> torch.Tensor:
-    """bool (T, 2 * window + 1): the numbers of a band that belong to no token."""
-    column = torch.arange(tokens)[:, None] + torch.arange(-window, window + 1)
-    return (column < 0) | (column >= tokens)
+    job: str, leading: tuple[int, ...], tokens: int, window: int, depth: int, dtype: torch.dtype = torch.float64
+) -> dict[str, torch.Tensor]:
+    shapes = {"a": (tokens, depth), "b": (depth, tokens)}
+    if job == "unwindow_matmul":
+        shapes = {"p": (tokens, 2 * window + 1), "v": (tokens, depth)}
+    rng = seeded()
+    return {name: random(rng, *leading, *shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 def check(
-    job: str,
-    inputs: list[torch.Tensor],
-    window: int,
-    dtype: torch.dtype,
-    device: str,
-    views: tuple[str, str, str] = ("contiguous",) * 3,
-) -> None:
-    """Output and gradients, and that nothing given is overwritten."""
-    ours, theirs = JOBS[job]
-    given = [as_view(x.to(dtype), view) for x, view in zip(inputs, views)]
-    plain, exact = [leaf(x, "cpu") for x in given], [leaf(x.double(), "cpu") for x in given]
-    mine = [leaf(x, device) for x in given]
-    plain_output, exact_output = theirs(*plain, window), theirs(*exact, window)
-    grad = as_view(random(seeded(1), *exact_output.shape).to(dtype), views[2])
-    with poisoned_memory():
-        output = ours(*mine, window)
-        found = torch.autograd.grad(output, mine, leaf(grad, device, requires_grad=False))
-    assert_as_accurate("output", output, plain_output, exact_output, largest_term(job, exact, window))
-    plain_found = torch.autograd.grad(plain_output, plain, grad)
-    exact_found = torch.autograd.grad(exact_output, exact, grad.double())
-    for i, results in enumerate(zip(found, plain_found, exact_found, strict=True)):
-        assert_as_accurate(f"gradient {i}", *results)
-    for before, after in zip(given, mine, strict=True):
-        assert torch.equal(before, after.detach().cpu()), "an input was overwritten"
-
-
-def largest_term(job: str, exact: list[torch.Tensor], window: int) -> float:
-    """The largest sum of absolute terms: with few terms, all may cancel."""
-    with torch.no_grad():
-        sums = JOBS[job][1](*(x.abs() for x in exact), window)
-    return sums.max().item() if sums.numel() else 0.0
-
-
-@EXAMPLES
-@given(
-    job=st.sampled_from(sorted(JOBS)),
-    leading=st.sampled_from([(2, 3), (2, 3), (1, 1), (), (3,), (0, 2), (2, 0), (2, 1, 2)]),
-    tokens=st.sampled_from([1, 2, 3, 4, 5, 17, 33, 64, 100]),
-    window=st.sampled_from([0, 1, 2, 3, 4, 8, 15, 31, 64, 150]),
-    depth=st.sampled_from([1, 3, 8, 16, 33, 64, 72]),
-    dtype=st.sampled_from(DTYPES),
-    views=st.tuples(*[st.sampled_from(VIEWS)] * 3),
-    data=st.data(),
-)
-def test_products(device, job, leading, tokens, window, depth, dtype, views, data):
-    if device == "cuda" and dtype == torch.float64:
-        dtype = torch.float32
-    if len(leading) < 2 or 0 in leading:
-        views = tuple("transposed" if view == "expanded" else view for view in views)
-    check(job, operands(job, leading, tokens, window, depth, generator(data.draw)), window, dtype, device, views)
+    device: str, dtype: torch.dtype, job: str, leading: tuple[int, ...], tokens: int, window: int, depth: int,
+    views: tuple[str, str] = ("contiguous", "contiguous"),
+) -> None:  # fmt: skip
+    given = operands(job, leading, tokens, window, depth, dtype)
+    tensors = {name: as_view(x, view) for (name, x), view in zip(given.items(), views, strict=True)}
+    hold(product_case(job, tensors, window), device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("job", sorted(JOBS))
+@pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("depth", [128, 200, 256, 300])
 def test_large_heads(device: str, job: str, depth: int, dtype: torch.dtype):
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("fp64 is for gradcheck on the CPU")
-    check(job, operands(job, (1, 2), 150, 40, depth, seeded()), 40, dtype, device)
+    check(device, dtype, job, (1, 2), 150, 40, depth)
 
 
 @pytest.mark.parametrize(
@@ -120,50 +52,117 @@ def test_large_heads(device: str, job: str, depth: int, dtype: torch.dtype):
     [(130, torch.float32), *((window, dtype) for window in (140, 255, 400) for dtype in HALVES)],
     ids=str,
 )
-@pytest.mark.parametrize("job", sorted(JOBS))
+@pytest.mark.parametrize("job", JOBS)
 def test_rows_of_several_tasks(device: str, job: str, window: int, dtype: torch.dtype):
     """Also where windows are so wide that a GPU has fewer thread blocks of 16 bits at work."""
-    leading = (1, 2) if device == "cpu" else (2, 2)
-    check(job, operands(job, leading, 700, window, 64, seeded()), window, dtype, device)
+    check(device, dtype, job, (1, 2) if device == "cpu" else (2, 2), 700, window, 64)
 
 
 @pytest.mark.parametrize("tokens", [128, 129, 290])
 @pytest.mark.parametrize("window", [4, 6, 13, 20, 48, 64, 400])
-@pytest.mark.parametrize("job", sorted(JOBS))
+@pytest.mark.parametrize("job", JOBS)
 def test_windows_that_end_anywhere_in_a_tile(device: str, job: str, window: int, tokens: int):
     """Heads of a band begin at any address, and its rows at any place of a tile."""
     for dtype in (*HALVES, torch.float32):
-        check(job, operands(job, (1, 3), tokens, window, 40, seeded()), window, dtype, device)
+        check(device, dtype, job, (1, 3), tokens, window, 40)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("depth", [40, 72])
 @pytest.mark.parametrize(("window", "tokens"), [(4, 129), (6, 129), (20, 129), (64, 129), (140, 300), (400, 600)])
-@pytest.mark.parametrize("job", sorted(JOBS))
+@pytest.mark.parametrize("job", JOBS)
 def test_each_of_many_heads_is_as_one(device: str, job: str, window: int, tokens: int, depth: int, dtype: torch.dtype):
     """With so many no head's rows are shared out among a GPU's thread blocks: one writes them from end to end."""
-    head = operands(job, (1, 1), tokens, window, depth, seeded())
-    check(job, head, window, dtype, device)
-    head = [x.to(device, dtype) for x in head]
-    heads = 1200 if device == "cuda" else 3
-    ours = JOBS[job][0]
-    many = ours(*(x.expand(1, heads, -1, -1) for x in head), window)
-    assert many.equal(ours(*head, window).expand_as(many))
+    check(device, dtype, job, (1, 1), tokens, window, depth)
+    head = [x.to(device) for x in operands(job, (1, 1), tokens, window, depth, dtype).values()]
+    heads, operation = 1200 if device == "cuda" else 3, getattr(ds_sparse, job)
+    many = operation(*(x.expand(1, heads, -1, -1) for x in head), window)
+    assert many.equal(operation(*head, window).expand_as(many))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("views", [("contiguous",) * 3, ("packed", "transposed", "contiguous")], ids=" ".join)
+@pytest.mark.parametrize("views", [("contiguous", "contiguous"), ("packed", "transposed")], ids=" ".join)
 @pytest.mark.parametrize(
     ("window", "tokens", "depth"),
     [(64, 129, 64), (64, 1, 8), (64, 500, 64), (96, 200, 40), (128, 77, 128), (160, 333, 72)],
 )
 def test_heads_for_every_multiprocessor(
-    device: str, window: int, tokens: int, depth: int, views: tuple[str, str, str], dtype: torch.dtype
+    device: str, window: int, tokens: int, depth: int, views: tuple[str, str], dtype: torch.dtype
 ):
     """With windows whose rows are whole cache lines apart."""
     leading = (2, 80) if device == "cuda" else (2, 2)
-    inputs = operands("window_matmul", leading, tokens, window, depth, seeded())
-    check("window_matmul", inputs, window, dtype, device, views)
+    check(device, dtype, "window_matmul", leading, tokens, window, depth, views)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "windows", "causal"),
+    [
+        pytest.param(1, 700, [650], False, marks=pytest.mark.slow_on_cpu("causal ones are as long")),
+        (2, 700, [650], True),
+        (1, 30, [1500], False),
+        (1, 6, [8000], False),
+        (3, 150, [64], False),
+        (600, 9, [3, 1, 4, 0, 2, 5], True),
+    ],
+)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_softmax_of_long_rows_and_many_heads(
+    device: str, heads: int, tokens: int, windows: list[int], causal: bool, masked: bool, dtype: torch.dtype
+):
+    tensors = {"scores": random(seeded(), 2, heads, tokens, 2 * max(windows) + 1, dtype=dtype)}
+    if masked:
+        tensors["key_padding_mask"] = torch.rand(2, tokens, generator=seeded(2)) < 0.8
+    windows = windows * (heads // len(windows)) if len(windows) > 1 else windows
+    hold(softmax_case(tensors, windows, 0.7, causal), device)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "windows", "causal"), [(1200, 129, [4], False), (600, 720, [3, 1, 4, 0, 2, 5], True)]
+)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_softmax_of_more_rows_than_a_gpu_takes_at_a_time(
+    device: str, heads: int, tokens: int, windows: list[int], causal: bool, masked: bool, dtype: torch.dtype
+):
+    """Its warps go on to rows of other heads, and heads with windows of their own take several launches: each of many
+    heads is as among six."""
+    some, rng = 6, seeded()
+    scores, grad = (random(rng, 1, some, tokens, 2 * max(windows) + 1, dtype=dtype) for _ in range(2))
+    tensors = {"scores": scores}
+    if masked:
+        tensors["key_padding_mask"] = torch.rand(1, tokens, generator=rng) < 0.8
+    hold(softmax_case(tensors, windows, 0.7, causal), device)
+    found = []
+    for repeats in (1, heads // some if device == "cuda" else 2):
+        ours = scores.repeat(1, repeats, 1, 1).to(device).requires_grad_()
+        probs = window_softmax(
+            ours, windows * repeats if len(windows) > 1 else windows, scale=0.7, causal=causal,
+            key_padding_mask=tensors["key_padding_mask"].to(device) if masked else None,
+        )  # fmt: skip
+        found.append([probs, *torch.autograd.grad(probs, ours, grad.repeat(1, repeats, 1, 1).to(device))])
+    for one, many in zip(*found, strict=True):
+        torch.testing.assert_close(many, one.repeat(1, many.shape[1] // some, 1, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype):
+    """Masks below the lowest count as it; where nothing is left, there are zeros."""
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("fp64 is for gradcheck on the CPU")
+    low = torch.finfo(dtype).min
+    masks = [torch.full((1, 20), -10000.0), torch.full((1, 20), low, dtype=dtype), torch.zeros(1, 20)]
+    masks.append(torch.tensor([max(-1e30, low), low], dtype=dtype).repeat(10)[None])
+    masks[2][:, :12] = -math.inf
+    for mask in masks:
+        tensors = {"scores": random(seeded(), 1, 2, 20, 7, dtype=dtype), "key_padding_mask": mask.to(dtype)}
+        hold(softmax_case(tensors, [3], causal=True), device)
+
+
+def beside_the_sequence(tokens: int, window: int) -> torch.Tensor:
+    """bool (T, 2 * window + 1): the numbers of a band that belong to no token."""
+    column = torch.arange(tokens)[:, None] + torch.arange(-window, window + 1)
+    return (column < 0) | (column >= tokens)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -193,7 +192,7 @@ def test_numbers_beside_the_sequence_do_not_count(device: str, dtype: torch.dtyp
     """Whatever they are; and what is not finite stays in the rows that see it."""
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("fp64 is refused on CUDA")
-    p, v = (x.to(dtype) for x in operands("unwindow_matmul", (1, 2), 40, 7, 16, seeded()))
+    p, v = operands("unwindow_matmul", (1, 2), 40, 7, 16, dtype).values()
     beside = beside_the_sequence(40, 7)
     v[:, :, 20] = math.inf
     expected = unwindow_matmul(p.masked_fill(beside, 0).to(device), v.to(device), 7)
@@ -233,10 +232,10 @@ def test_what_is_not_finite_stays_in_its_windows(device: str, dtype: torch.dtype
 
 def test_more_matrices_than_a_grid_has_rows(device: str):
     for job in JOBS:
-        inputs = [x.float().to(device) for x in operands(job, (70000,), 3, 1, 4, seeded())]
+        inputs = [x.to(device) for x in operands(job, (70000,), 3, 1, 4, torch.float32).values()]
         some = torch.tensor([0, 65534, 65535, 65536, 69999])
-        expected = JOBS[job][1](*(x.cpu()[some] for x in inputs), 1)
-        torch.testing.assert_close(JOBS[job][0](*inputs, 1).cpu()[some], expected)
+        expected = getattr(reference, job)(*(x.cpu()[some] for x in inputs), 1)
+        torch.testing.assert_close(getattr(ds_sparse, job)(*inputs, 1).cpu()[some], expected)
 
 
 @pytest.mark.gpu
@@ -292,147 +291,6 @@ def test_bands_whose_rows_are_one_row(device: str):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def test_no_tokens_or_no_numbers(device: str):
-    for tokens, depth in ((0, 4), (5, 0), (0, 0)):
-        a, b = torch.zeros(2, tokens, depth, device=device), torch.zeros(2, depth, tokens, device=device)
-        leaves = [x.requires_grad_() for x in (a, b)]
-        scores = window_matmul(*leaves, 2)
-        assert scores.shape == (2, tokens, 5) and not scores.any()
-        output = unwindow_matmul(window_softmax(scores, 2), a, 2)
-        assert output.shape == a.shape
-        for grad, x in zip(torch.autograd.grad(output.sum() + scores.sum(), leaves), leaves):
-            assert grad.shape == x.shape
-
-
-def test_leading_dimensions_broadcast(device: str):
-    rng = seeded()
-    a, b = random(rng, 3, 1, 20, 8).to(device, torch.float32), random(rng, 2, 8, 20).to(device, torch.float32)
-    a, b = a.requires_grad_(), b.requires_grad_()
-    found, expected = window_matmul(a, b, 4), window_matmul(a.expand(3, 2, -1, -1), b.expand(3, -1, -1, -1), 4)
-    assert found.shape == (3, 2, 20, 9) and torch.equal(found, expected)
-    weights = random(rng, *found.shape).to(device, torch.float32)
-    for x, y in zip(torch.autograd.grad(found, (a, b), weights), torch.autograd.grad(expected, (a, b), weights)):
-        assert x.shape == y.shape and torch.equal(x, y)
-
-
-def test_one_gradient_alone(device: str):
-    for job in JOBS:
-        inputs = [x.float().to(device) for x in operands(job, (1, 2), 30, 5, 8, seeded())]
-        both = [x.detach().requires_grad_() for x in inputs]
-        wanted = torch.autograd.grad(JOBS[job][0](*both, 5).square().sum(), both)
-        for i in range(2):
-            some = [x.detach().requires_grad_(n == i) for n, x in enumerate(inputs)]
-            (grad,) = torch.autograd.grad(JOBS[job][0](*some, 5).square().sum(), some[i])
-            assert torch.equal(grad, wanted[i])
-
-
-@st.composite
-def masks(draw: st.DrawFn, batch: int, tokens: int) -> torch.Tensor | None:
-    kind = draw(st.sampled_from(("none", "bool", "float")))
-    if kind == "none":
-        return None
-    rng = generator(draw)
-    kept = torch.rand(draw(st.sampled_from((batch, 1))), tokens, generator=rng) < draw(st.sampled_from((0.7, 0.1)))
-    if kind == "bool":
-        return kept
-    return random(rng, *kept.shape).masked_fill(~kept, draw(st.sampled_from((-math.inf, -10000.0, 1.0))))
-
-
-@EXAMPLES
-@given(
-    tokens=st.sampled_from([1, 2, 5, 17, 40]),
-    windows=st.sampled_from([(0,), (1,), (3,), (8,), (60,), (0, 2, 5), (40, 1, 0)]),
-    scale=st.sampled_from([1.0, 0.3, -0.5]),
-    causal=st.booleans(),
-    dtype=st.sampled_from(DTYPES),
-    view=st.sampled_from(VIEWS),
-    data=st.data(),
-)
-def test_softmax(device, tokens, windows, scale, causal, dtype, view, data):
-    if device == "cuda" and dtype == torch.float64:
-        dtype = torch.float32
-    heads, width = 3, 2 * max(windows) + 1
-    mask = data.draw(masks(2, tokens))
-    given = as_view(random(generator(data.draw), 2, heads, tokens, width, dtype=dtype), view)
-    plain, exact, ours = leaf(given, "cpu"), leaf(given.double(), "cpu"), leaf(given, device)
-    mask = mask.to(dtype) if mask is not None and mask.dtype != torch.bool else mask
-    widened = mask.double() if mask is not None and mask.dtype != torch.bool else mask
-    plain_probs = reference.window_softmax(plain, windows, scale, causal, mask)
-    exact_probs = reference.window_softmax(exact, windows, scale, causal, widened)
-    grad = as_view(random(seeded(1), *given.shape, dtype=dtype), view)
-    with poisoned_memory():
-        options = {"scale": scale, "causal": causal}
-        options |= {} if mask is None else {"key_padding_mask": mask.to(device)}
-        probs = window_softmax(ours, windows if len(windows) > 1 else windows[0], **options)
-        (found,) = torch.autograd.grad(probs, ours, leaf(grad, device, requires_grad=False))
-    assert_as_accurate("probabilities", probs, plain_probs, exact_probs)
-    assert not probs.cpu()[exact_probs == 0].any(), "something outside the windows"
-    (plain_found,) = torch.autograd.grad(plain_probs, plain, grad)
-    (exact_found,) = torch.autograd.grad(exact_probs, exact, grad.double())
-    # The terms are of the gradient's size; where a row has one token, they cancel.
-    assert_as_accurate("gradient", found, plain_found, exact_found, abs(scale) * grad.abs().max().item())
-
-
-@pytest.mark.parametrize(
-    ("heads", "tokens", "windows", "causal"),
-    [
-        pytest.param(1, 700, (650,), False, marks=pytest.mark.slow_on_cpu("causal ones are as long")),
-        (2, 700, (650,), True),
-        (1, 30, (1500,), False),
-        (1, 6, (8000,), False),
-        (3, 150, (64,), False),
-        (600, 9, (3, 1, 4, 0, 2, 5), True),
-    ],
-)
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_softmax_of_long_rows_and_many_heads(
-    device: str, heads: int, tokens: int, windows: tuple[int, ...], causal: bool, masked: bool, dtype: torch.dtype
-):
-    given = random(seeded(), 2, heads, tokens, 2 * max(windows) + 1, dtype=dtype)
-    plain, exact, ours = leaf(given, "cpu"), leaf(given.double(), "cpu"), leaf(given, device)
-    windows = windows * (heads // len(windows)) if len(windows) > 1 else windows
-    kept = torch.rand(2, tokens, generator=seeded(2)) < 0.8 if masked else None
-    on_device = kept.to(device) if masked else None
-    probs = window_softmax(ours, windows, scale=0.7, causal=causal, key_padding_mask=on_device)
-    results = [probs, *(reference.window_softmax(x, windows, 0.7, causal, kept) for x in (plain, exact))]
-    assert_as_accurate("probabilities", *results)
-    grad = random(seeded(1), *given.shape, dtype=dtype)
-    found = [torch.autograd.grad(y, x, grad.to(x.device, x.dtype))[0] for y, x in zip(results, (ours, plain, exact))]
-    assert_as_accurate("gradient", *found, grad.abs().max().item())
-
-
-@pytest.mark.parametrize(
-    ("heads", "tokens", "windows", "causal"), [(1200, 129, (4,), False), (600, 720, (3, 1, 4, 0, 2, 5), True)]
-)
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-def test_softmax_of_more_rows_than_a_gpu_takes_at_a_time(
-    device: str, heads: int, tokens: int, windows: tuple[int, ...], causal: bool, masked: bool, dtype: torch.dtype
-):
-    """Its warps go on to rows of other heads, and heads with windows of their own take several launches."""
-    some = 30  # heads that differ; others repeat them, at other places of launches and of warps' turns
-    repeats = heads // some if device == "cuda" else 1
-    rng = seeded()
-    given, grad = (random(rng, 1, some, tokens, 2 * max(windows) + 1, dtype=dtype) for _ in range(2))
-    windows = windows * (some // len(windows)) if len(windows) > 1 else windows
-    kept = torch.rand(1, tokens, generator=rng) < 0.8 if masked else None
-    expected = []
-    for x in (given, given.double()):
-        probs = reference.window_softmax(x.requires_grad_(), windows, 0.7, causal, kept)
-        expected.append([probs, *torch.autograd.grad(probs, x, grad.to(x.dtype))])
-    ours = given.detach().repeat(1, repeats, 1, 1).to(device).requires_grad_()
-    with poisoned_memory():
-        probs = window_softmax(
-            ours, windows * repeats if len(windows) > 1 else windows, scale=0.7, causal=causal,
-            key_padding_mask=kept.to(device) if masked else None,
-        )  # fmt: skip
-        found = [probs, *torch.autograd.grad(probs, ours, grad.repeat(1, repeats, 1, 1).to(device))]
-    for name, x, *results in zip(("probabilities", "gradient"), found, *expected, strict=True):
-        results = [y.repeat(1, repeats, 1, 1) for y in results]
-        assert_as_accurate(name, x, *results, 0 if name == "probabilities" else grad.abs().max().item())
-
-
 def test_softmax_is_right_at_the_ends(device: str):
     """Where a plain softmax over the band counts tokens that there are not."""
     rng = seeded()
@@ -443,39 +301,6 @@ def test_softmax_is_right_at_the_ends(device: str):
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     torch.testing.assert_close(output, expected)
     assert (unwindow_matmul((scores * 8**-0.5).softmax(-1), value, 4) - expected).abs().max() > 0.1
-
-
-def test_softmax_rows_with_nothing_left_are_zeros_with_zero_gradient(device: str):
-    scores = random(seeded(), 2, 2, 20, 7).to(device, torch.float32).requires_grad_()
-    keep = torch.ones(2, 20, dtype=torch.bool, device=device)
-    keep[0], keep[1, :8] = False, False
-    probs = window_softmax(scores, 3, key_padding_mask=keep, causal=True)
-    (grad,) = torch.autograd.grad(probs, scores, torch.full_like(probs, 100.0).cumsum(-1))
-    dead = torch.zeros(2, 20, dtype=torch.bool, device=device)
-    dead[0], dead[1, :8] = True, True
-    sums = probs.sum(-1).transpose(1, 2)
-    assert not sums[dead].any()
-    torch.testing.assert_close(sums[~dead], torch.ones_like(sums[~dead]))
-    assert torch.isfinite(grad).all() and not grad.transpose(1, 2)[dead].any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype):
-    if device == "cuda" and dtype == torch.float64:
-        pytest.skip("fp64 is for gradcheck on the CPU")
-    scores = random(seeded(), 1, 1, 12, 5, dtype=dtype).to(device)
-    for value in (-10000.0, torch.finfo(dtype).min):
-        mask = torch.full((1, 12), value, dtype=dtype, device=device)
-        sums = window_softmax(scores, 2, key_padding_mask=mask).float().sum(-1)
-        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0.02, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_masks_below_the_lowest_count_as_it(device: str, dtype: torch.dtype):
-    scores = torch.zeros(1, 1, 12, 5, dtype=dtype, device=device)
-    mask = torch.tensor([-1e30, torch.finfo(dtype).min] * 6, dtype=dtype, device=device)[None]
-    probs = window_softmax(scores, 2, key_padding_mask=mask).float()[0, 0, 2:-2]
-    torch.testing.assert_close(probs, torch.full_like(probs, 0.2), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -489,98 +314,6 @@ def test_softmax_of_scores_as_low_as_can_be(device: str, scale: float, dtype: to
     assert not sums[30] and not probs[0, 0, 30].any()
     torch.testing.assert_close(sums[:30], torch.ones_like(sums[:30]), rtol=0.02, atol=0)
     torch.testing.assert_close(probs[0, 0, 25, :20], probs[0, 0, 25, :1].expand(20), rtol=0, atol=0)
-
-
-def test_the_same_bits_with_any_number_of_threads(device: str):
-    inputs = operands("window_matmul", (2, 3), 300, 60, 64, seeded())
-
-    def run() -> list[torch.Tensor]:
-        a, b = (leaf(x.bfloat16(), device) for x in inputs)
-        probs = window_softmax(window_matmul(a, b, 60), 60)
-        output = unwindow_matmul(probs, a, 60)
-        return [output, *torch.autograd.grad(output.square().sum(), (a, b))]
-
-    first, threads = run(), torch.get_num_threads()
-    try:
-        for number in (threads, 1, 3):
-            torch.set_num_threads(number)
-            assert all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)), f"{number} threads"
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("window", [0, 1, 3, 12])
-def test_gradcheck(device: str, window: int):
-    if device == "cuda":
-        pytest.skip("fp64 is for gradcheck on the CPU")
-    for job, (ours, _) in JOBS.items():
-        inputs = [x.requires_grad_() for x in operands(job, (2, 1), 9, window, 3, seeded())]
-        assert torch.autograd.gradcheck(lambda x, y, ours=ours: ours(x, y, window), inputs)
-    scores = random(seeded(), 1, 2, 9, 2 * window + 1).requires_grad_()
-    keep = torch.rand(1, 9, generator=seeded()) < 0.7
-    for windows in (window, (window, 0)):
-        assert torch.autograd.gradcheck(
-            lambda x, windows=windows: window_softmax(x, windows, scale=0.7, causal=True, key_padding_mask=keep), scores
-        )
-
-
-@pytest.mark.parametrize("dtype", GRAPH_DTYPES, ids=str)
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_opcheck(device: str, operator: str, dtype: torch.dtype):
-    rng = seeded()
-    a, b = (random(rng, 2, 3, 21, 8, dtype=dtype).to(device) for _ in range(2))
-    band, grad = (random(rng, 2, 3, 21, 9, dtype=dtype).to(device) for _ in range(2))
-    key_bias = random(rng, 2, 21, dtype=torch.float32).to(device)
-    name = implementation_on(device)
-    arguments = {
-        "window_matmul": [(a, b, 4, name), (a, b.mT.contiguous().mT, 30, name)],
-        "unwindow_matmul": [(band, a, False), (band, a, True), (band.expand(2, 3, 21, 9)[:, :, :, ::2], a, True)],
-        "window_softmax_forward": [(band, key_bias, [4], 0.5, True), (band, None, [4, 0, 2], 1.0, False)],
-        "window_softmax_backward": [(grad, band.softmax(-1), 0.5)],
-    }
-    for case in arguments[operator]:
-        torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, case)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiles_into_one_graph(device: str, backend: str):
-    a, b = (leaf(x.float(), device) for x in operands("window_matmul", (2, 2), 25, 5, 8, seeded()))
-    keep = (torch.rand(2, 25, generator=seeded()) < 0.8).to(device)
-
-    def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        probs = window_softmax(window_matmul(a * 2, b, 5), (5, 3), key_padding_mask=keep)
-        return unwindow_matmul(probs, b.mT, 5) * 2
-
-    compiled = torch.compile(run, fullgraph=True, backend=backend)
-    for inputs in ((a, b), [torch.cat([x, x], 0).detach().requires_grad_() for x in (a[:1], b[:1])]):
-        results, expected = compiled(*inputs), run(*inputs)
-        torch.testing.assert_close(results, expected)
-        found, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (results, expected))
-        torch.testing.assert_close(found, wanted)
-
-
-def test_autocast(device: str):
-    a, b = (x.float().to(device) for x in operands("window_matmul", (2, 2), 25, 5, 8, seeded()))
-    with torch.autocast(device, dtype=torch.bfloat16):
-        scores = window_matmul(a, b, 5)
-        assert scores.dtype == torch.bfloat16
-        assert window_softmax(scores.float(), 5).dtype == torch.float32
-        assert unwindow_matmul(scores.float(), a, 5).dtype == torch.bfloat16
-
-
-def test_meta_tensors_give_shapes():
-    a = torch.empty(2, 3, 20, 8, device="meta", dtype=torch.bfloat16)
-    scores = window_matmul(a, a.mT, 4)
-    assert (scores.device.type, scores.shape, scores.dtype) == ("meta", (2, 3, 20, 9), torch.bfloat16)
-    assert window_softmax(scores, 4).shape == scores.shape
-    assert unwindow_matmul(scores, a, 4).shape == a.shape
-
-
-def test_second_derivatives_are_refused():
-    a, b = (x.requires_grad_() for x in operands("window_matmul", (1, 1), 9, 2, 3, seeded()))
-    (grad,) = torch.autograd.grad(window_matmul(a, b, 2).square().sum(), a, create_graph=True)
-    with pytest.raises(RuntimeError, match="has first derivatives only"):
-        grad.sum().backward()
 
 
 @pytest.mark.parametrize("window_size", [True, 2.0, "2", None, torch.tensor(2.0), torch.tensor([True]), [2.5]])
