@@ -18,7 +18,7 @@ SHARES = {
     "block_sparse_attention": 6, "attention at an offset": 4, "packed attention": 3, "MatMul": 3, "Softmax": 3,
     "window_attention": 4, "sparse_attn": 3,
 }  # fmt: skip
-TURNS = [name for name in OPERATIONS for _ in range(SHARES.get(name, 1))]
+TURNS = [name for name in OPERATIONS for _ in range(SHARES.get(name, 2))]
 """An operation for each number, one round after another."""
 PROGRESS = 30.0
 """Seconds between lines that say how far a run is."""

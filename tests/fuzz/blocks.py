@@ -180,8 +180,7 @@ def packed_case(
     causal: bool = False, return_lse: bool = False, as_index: bool = False, skew: float = 1.0, **of_case: Any,
 ) -> Case:  # fmt: skip
     """Attention over documents of a row; form: "rows" (1, H, T, D), "tokens first" (T, H, D) or "nested"."""
-    tokens, depth = tensors["query"].shape[2:]
-    factor = depth**-0.5 if scale is None else scale
+    factor = tensors["query"].shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = {"scale": factor * skew if skew != 1 else scale, "causal": causal}
 
     def folded(x: Tensor) -> Tensor:
@@ -207,8 +206,9 @@ def packed_case(
         results = dict(zip(("output", "lse"), found)) if return_lse else {"output": found}
         return {name: unfolded(x) for name, x in results.items()}
 
-    as_one = seen_tokens(layout, block, tokens, tokens)
-    as_one = as_one & reference.before(tokens, tokens) if causal else as_one
+    covered = layout.shape[-1] * block
+    as_one = seen_tokens(layout, block, covered, covered)
+    as_one = as_one & reference.before(covered, covered) if causal else as_one
     names, sinks = ("query", "key", "value"), tensors.get("sinks")
     meaning = Attention(
         names, documents.of_row(as_one, False), factor, with_lse=return_lse, sinks=sinks is not None,

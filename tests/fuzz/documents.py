@@ -23,8 +23,9 @@ class Documents:
         return {"cu_seqlens": self.cu_seqlens.to(device), "document_layout": self.layout}
 
     def of_row(self, x: Tensor, between: float) -> Tensor:
-        """What (..., T, T) of one document, or of the row, is for the whole row."""
-        row = torch.full_like(x, between)
+        """What (..., T, T) of one document, or of the row, is for the whole row; T may be more than there are."""
+        tokens = int(self.cu_seqlens[-1])
+        row = x.new_full((*x.shape[:-2], tokens, tokens), between)
         for first, end in pairwise(self.cu_seqlens.tolist()):
             of_x = slice(0, end - first) if self.layout == "own" else slice(first, end)
             row[..., first:end, first:end] = x[..., of_x, of_x]

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import (
-    assert_as_accurate,
-    attention_allowances,
-    deterministic_algorithms,
-    is_hopper,
-    poisoned_memory,
-    seeded,
-)
+from fuzz.blocks import packed_case
+from fuzz.compare import hold
+from fuzz.documents import Documents
+from helpers import DTYPES, is_hopper, poisoned_memory, random, seeded
 
 from ds_sparse import (
     BlockIndex,
@@ -23,7 +17,6 @@ from ds_sparse import (
     WindowIndex,
     block_sparse_attention,
     force_implementation,
-    reference,
     window_attention,
 )
 
@@ -53,40 +46,6 @@ def cu_seqlens_of(lengths: tuple[int, ...], device: str) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
 
-def each(cu_seqlens: torch.Tensor) -> list[tuple[int, int]]:
-    return [(first, end) for first, end in pairwise(cu_seqlens.tolist()) if first < end]
-
-
-def separately(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, live: torch.Tensor, block: int, causal: bool,
-    cu_seqlens: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Plain PyTorch, a document after the other."""
-    parts = [
-        reference.attention(
-            *(x[:, :, first:end] for x in (query, key, value)), live, block, causal=causal, return_lse=True
-        )
-        for first, end in each(cu_seqlens)
-    ]
-    output, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
-    return output, lse
-
-
-def allowances(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, grad_lse: torch.Tensor,
-    live: torch.Tensor, block: int, causal: bool, cu_seqlens: torch.Tensor, dtype: torch.dtype,
-) -> dict[str, float]:  # fmt: skip
-    """The largest of `attention_allowances` of all documents."""
-    largest = {"query": 0.0, "key": 0.0, "value": 0.0}
-    for first, end in each(cu_seqlens):
-        q, k, v, of_output, of_lse = (x[:, :, first:end].double() for x in (query, key, value, grad, grad_lse))
-        of_each = torch.eye(end - first, dtype=torch.float64).expand(1, key.shape[1], -1, -1)
-        probs = reference.attention(q, k, of_each, live, block, causal=causal)
-        errors = attention_allowances(probs, q, k, v, None, dtype, of_output, of_lse)
-        largest = {name: max(size, errors[name].max().item()) for name, size in largest.items()}
-    return largest
-
-
 def layout_for(lengths: tuple[int, ...], block: int, heads: int) -> torch.Tensor:
     blocks = -(-max(lengths) // block) + 1
     live = torch.rand(heads, blocks, blocks, generator=seeded(7)) < 0.5
@@ -95,7 +54,7 @@ def layout_for(lengths: tuple[int, ...], block: int, heads: int) -> torch.Tensor
     return live
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("lengths", "block", "heads", "key_heads", "head_dim", "differ", "causal", "deterministic"), CASES
 )
@@ -105,37 +64,26 @@ def test_packed_documents_are_as_separate_calls(
 ):  # fmt: skip
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("fp64 is refused on CUDA")
-    cu_seqlens, rng = cu_seqlens_of(lengths, device), seeded(1)
     live = layout_for(lengths, block, heads if differ else 1)
-    shapes = [(1, h, sum(lengths), head_dim) for h in (heads, key_heads, key_heads)]
-    given = [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes]
-    grad = torch.randn(shapes[0], generator=rng, dtype=torch.float64).to(dtype)
-    grad_lse = torch.randn(shapes[0][:3], generator=rng, dtype=torch.float64)
+    sizes = {"query": heads, "key": key_heads, "value": key_heads}
+    tensors = {
+        name: random(seeded(i), 1, n, sum(lengths), head_dim, dtype=dtype) for i, (name, n) in enumerate(sizes.items())
+    }
+    documents = Documents(cu_seqlens_of(lengths, "cpu"), "own")
+    case = packed_case(tensors, live, block, documents, causal=causal, return_lse=True)
+    hold(replace(case, poisoned=deterministic), device)
 
-    def run(attend: Callable, on: str, wide: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.to(on, wide).requires_grad_() for x in given]
-        output, lse = attend(*leaves)
-        of_lse = grad_lse.to(lse.device, lse.dtype).masked_fill(lse.isinf(), 0)
-        grads = torch.autograd.grad((output, lse), leaves, (grad.to(on, wide), of_lse))
-        return [output.detach(), lse.detach(), *grads]
 
-    with deterministic_algorithms() if deterministic else nullcontext():
-        found = run(
-            lambda *qkv: block_sparse_attention(
-                *qkv, live.to(device), block=block, cu_seqlens=cu_seqlens, causal=causal, return_lse=True
-            ), device, dtype,
-        )  # fmt: skip
-    rows = cu_seqlens.cpu()
-    plain, exact = (
-        run(lambda *qkv: separately(*qkv, live, block, causal, rows), "cpu", wide) for wide in (dtype, torch.float64)
-    )
-    errors = allowances(*given, grad, grad_lse, live, block, causal, rows, dtype)
-    for name, ours, of_torch, right in zip(
-        ("output", "lse", "query", "key", "value"), found, plain, exact, strict=True
-    ):
-        seen = ~right.isinf()
-        assert torch.equal(ours.cpu().isinf(), ~seen), name
-        assert_as_accurate(name, ours.cpu()[seen], of_torch[seen], right[seen], allowance=errors.get(name, 0.0))
+@pytest.mark.parametrize("form", ["rows", "tokens first", "nested"])
+@pytest.mark.parametrize("document_layout", ["own", "row"])
+def test_other_forms_of_a_packed_row_give_the_same(device: str, document_layout: str, form: str):
+    """As each document alone, with its own layout or with what the row's leaves of it, and its sinks."""
+    for causal, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        tensors = dict(zip(("query", "key", "value"), (x.detach() for x in operands("cpu", dtype=dtype))))
+        tensors["sinks"] = random(seeded(), 4, dtype=dtype)
+        live = torch.rand(4, 22, 22, generator=seeded(4)) < 0.5
+        documents = Documents(cu_seqlens_of(LENGTHS[0], "cpu"), document_layout)
+        hold(packed_case(tensors, live, 16, documents, form=form, causal=causal), device)
 
 
 def operands(
@@ -197,78 +145,6 @@ def test_dropout_of_packed_documents_is_replayed_backwards(device: str, dtype: t
     # What a probability gives forward is what its gradient is multiplied by.
     torch.testing.assert_close(grad.float().sum(), kept.sum(), rtol=0.02, atol=0.1)
     assert torch.equal(run()[0], output)
-
-
-@pytest.mark.parametrize("form", ["tokens first", "nested"])
-def test_other_forms_of_a_packed_row_give_the_same(device: str, form: str):
-    cu_seqlens, given = cu_seqlens_of(LENGTHS[0], device), operands(device)
-    layout = LAYOUT.to(device)
-
-    def grads_of(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(
-            (output * torch.arange(output.numel(), device=device).view(output.shape)).sum(), given
-        )
-
-    expected = block_sparse_attention(*given, layout, block=16, cu_seqlens=cu_seqlens)
-    first = [x[0].transpose(0, 1) for x in given]
-    if form == "tokens first":
-        output, lse = block_sparse_attention(*first, layout, block=16, cu_seqlens=cu_seqlens, return_lse=True)
-        assert output.shape == (331, 4, 16) and lse.shape == (331, 4)
-        output = output.transpose(0, 1).unsqueeze(0)
-    else:
-        nested = [torch.nested.nested_tensor_from_jagged(x, cu_seqlens.long()).transpose(1, 2) for x in first]
-        output = block_sparse_attention(*nested, layout, block=16)
-        assert output.is_nested and output.size(0) == len(LENGTHS[0]) and output.size(1) == 4
-        output = output.values().unsqueeze(0)
-    assert torch.equal(output, expected)
-    for found, right in zip(grads_of(output), grads_of(expected), strict=True):
-        torch.testing.assert_close(found, right)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_rows_layout_ends_at_borders_of_documents(device: str, causal: bool, dtype: torch.dtype):
-    cu_seqlens, given = cu_seqlens_of(LENGTHS[0], device), operands(device, dtype=dtype)
-    live = torch.rand(4, 22, 22, generator=seeded(4)) < 0.5
-    document = torch.repeat_interleave(torch.arange(len(LENGTHS[0])), torch.tensor(LENGTHS[0])).to(device)
-    arguments = {"block": 16, "causal": causal}
-    found = block_sparse_attention(*given, live.to(device), cu_seqlens=cu_seqlens, document_layout="row", **arguments)
-    expected = block_sparse_attention(
-        *given, live[:, :21, :21].to(device), attn_mask=document[:, None] == document, **arguments
-    )
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(found, expected, **tolerance)
-    grad = torch.randn_like(found)
-    for ours, right in zip(*(torch.autograd.grad(x, given, grad) for x in (found, expected)), strict=True):
-        torch.testing.assert_close(ours, right, **(tolerance or {"rtol": 1e-4, "atol": 1e-5}))
-
-
-@pytest.mark.parametrize("document_layout", ["own", "row"])
-def test_sinks_of_packed_documents_are_those_of_separate_calls(device: str, document_layout: str):
-    cu_seqlens, blocks = cu_seqlens_of(LENGTHS[0], device), -(-sum(LENGTHS[0]) // 16)
-    live, sinks = torch.ones(blocks, blocks, device=device), torch.randn(4, device=device, requires_grad=True)
-    given = [*operands(device), sinks]
-    options = {"causal": True, "sinks": sinks, "block": 16}
-    found = block_sparse_attention(*given[:3], live, cu_seqlens=cu_seqlens, document_layout=document_layout, **options)
-    parts = []
-    for first, end in each(cu_seqlens):
-        size = -(-(end - first) // 16)
-        document = (x[:, :, first:end] for x in given[:3])
-        parts.append(block_sparse_attention(*document, live[:size, :size], **options))
-    truth = torch.cat(parts, 2)
-    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
-    ours, theirs = (torch.autograd.grad(x.square().sum(), given) for x in (found, truth))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_window_ends_at_borders_of_documents(device: str, causal: bool):
-    cu_seqlens, given = cu_seqlens_of(LENGTHS[0], device), operands(device)
-    found = window_attention(*given, 9, causal, cu_seqlens=cu_seqlens)
-    parts = [
-        window_attention(*(x[:, :, first:end] for x in given), 9, causal) for first, end in each(cu_seqlens)
-    ]  # fmt: skip
-    torch.testing.assert_close(found, torch.cat(parts, 2))
 
 
 def test_the_index_of_a_batch_is_built_once_and_again_after_a_change(device: str):
@@ -348,13 +224,6 @@ def test_windows_of_a_row_of_other_shapes_are_refused():
         window_attention(row, row[:40], row[:40], 9, cu_seqlens=CU_SEQLENS)
     with pytest.raises(ValueError, match=r"have to be \(batch, heads, tokens, head size\)"):
         window_attention(row, row, row, 9)
-
-
-def test_a_document_alone_in_its_row_is_plain_attention(device: str):
-    given = operands(device, 100)
-    live = torch.ones(7, 7, dtype=torch.bool, device=device)
-    found = block_sparse_attention(*given, live, block=16, cu_seqlens=torch.tensor([0, 100], device=device))
-    torch.testing.assert_close(found, block_sparse_attention(*given, live))
 
 
 CU_SEQLENS = cu_seqlens_of(LENGTHS[0], "cpu")

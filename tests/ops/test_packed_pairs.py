@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_as_accurate, leaf, random, rounding, seeded
+from fuzz.compare import hold
+from fuzz.documents import Documents
+from fuzz.pairs import attention_case
+from helpers import Pairs, leaf, random, seeded
 
 from ds_sparse import (
     TokenIndex,
     gather_attention,
     jagged_attention,
     masked_attention,
-    reference,
     sparse_attn,
     torch_sparse_attention,
 )
@@ -48,16 +50,6 @@ def pairs_for(step: Callable[..., Any], mask: torch.Tensor, device: str) -> torc
     return mask.to(device) if step is masked_attention else TokenIndex.from_mask(mask).to(device)
 
 
-def separately(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, document_layout: str) -> Any:
-    """Output and lse of the reference, a document after the other."""
-    parts = []
-    for first, end in pairwise(CPU_CU_SEQLENS.tolist()):
-        of_pairs = slice(0, end - first) if document_layout == "own" else slice(first, end)
-        document = (x[:, :, first:end] for x in (q, k, v))
-        parts.append(reference.token_attention(*document, mask[None, :, of_pairs, of_pairs].long(), return_lse=True))
-    return [torch.cat(x, 2) for x in zip(*parts, strict=True)]
-
-
 def operands(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """q, k and v, whose head size is another, (1, H, T, D)."""
     return [leaf(random(seeded(i), 1, HEADS, TOKENS, d, dtype=dtype), device) for i, d in enumerate((16, 16, 8))]
@@ -71,30 +63,14 @@ def test_packed_documents_are_as_separate_calls(
 ):
     if step is torch_sparse_attention and dtype == torch.bfloat16:
         pytest.skip("torch.sparse takes float32 and float64")
-    mask, with_lse = mask_for(document_layout, heads), step is sparse_attn
-    grads = [random(seeded(7), 1, HEADS, TOKENS, 8, dtype=dtype), random(seeded(8), 1, HEADS, TOKENS)]
-
-    def run(on: str, wide: torch.dtype, attend: Callable[..., Any]) -> list[torch.Tensor]:
-        leaves = [leaf(x.detach().to(wide), on) for x in operands("cpu", dtype)]
-        results = attend(*leaves)[: 1 + with_lse]
-        of_results = [grad.to(x).masked_fill(x.isinf(), 0) for x, grad in zip(results, grads)]
-        return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, of_results)]
-
-    def packed(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        options: dict[str, Any] = {"cu_seqlens": CPU_CU_SEQLENS.to(device), "document_layout": document_layout}
-        pairs = pairs_for(step, mask, device)
-        return step(*leaves, pairs, return_lse=True, **options) if with_lse else (step(*leaves, pairs, **options),)
-
-    found = run(device, dtype, packed)
-    plain, exact = (
-        run("cpu", wide, lambda *x: separately(*x, mask, document_layout)) for wide in (dtype, torch.float64)
-    )
-    names = ("output", "lse", "q", "k", "v") if with_lse else ("output", "q", "k", "v")
-    for name, ours, of_torch, right in zip(names, found, plain, exact, strict=True):
-        seen = ~right.isinf()
-        assert torch.equal(ours.cpu().isinf(), ~seen), name
-        # Gradients of PyTorch's steps are rounded in another order.
-        assert_as_accurate(name, ours.cpu()[seen], of_torch[seen], right[seen], allowance=40 * rounding(dtype))
+    if step is masked_attention:
+        pytest.skip("masks of documents are another test's")
+    mask = mask_for(document_layout, heads)
+    lists = Pairs(tuple(x.nonzero() for x in mask), 1, heads, *mask.shape[1:])
+    tensors = dict(zip("qkv", (x.detach() for x in operands("cpu", dtype))))
+    documents = Documents(CPU_CU_SEQLENS, document_layout)
+    case = attention_case(step.__name__, tensors, lists, documents=documents, return_lse=step is sparse_attn)
+    hold(case, device)
 
 
 @pytest.mark.parametrize("document_layout", ["own", "row"])
@@ -185,22 +161,6 @@ def test_pairs_found_before_are_taken_and_compiled(device: str):
     assert torch.equal(compiled(*given), eager)
     with pytest.raises(ValueError, match="is that of 6 packed documents already; give it without cu_seqlens"):
         sparse_attn(*given, packed, cu_seqlens=CPU_CU_SEQLENS)
-
-
-def test_gradients_by_torch_func_are_the_same(device: str):
-    if missing_kernels(device, TOKEN_OPERATORS):
-        pytest.skip(f"no {device} kernels here for token pairs")
-    index, cu_seqlens = TokenIndex.from_mask(mask_for("own")).to(device), CPU_CU_SEQLENS.to(device)
-
-    def loss(*qkv: torch.Tensor) -> torch.Tensor:
-        return sparse_attn(*qkv, index, cu_seqlens=cu_seqlens).square().sum()
-
-    given = operands(device)
-    found = torch.func.grad(loss, (0, 1, 2))(*(x.detach() for x in given))
-    torch.testing.assert_close(found, torch.autograd.grad(loss(*given), given))
-    two = [torch.stack([x.detach(), x.detach() * 2]) for x in given]
-    of_each = torch.func.vmap(lambda *qkv: sparse_attn(*qkv, index, cu_seqlens=cu_seqlens))(*two)
-    assert torch.equal(of_each[1], sparse_attn(*(x[1] for x in two), index, cu_seqlens=cu_seqlens))
 
 
 INDEX = TokenIndex.from_mask(mask_for("own"))
