@@ -14,7 +14,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ds_sparse import reference
 from ds_sparse.dispatch import choice
 from ds_sparse.layout import as_bool_layout
 from ds_sparse.verify.torch_settings import deterministic_algorithms, poisoned_memory  # noqa: F401  # operations' tests take them from here
@@ -185,11 +184,6 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def needs_gpu_memory(device: str, gib: int) -> None:
     """Skips a test that is about large tensors where there is no room for them."""
     if device == "cpu":
@@ -244,16 +238,6 @@ def leaf(x: torch.Tensor, device: str, requires_grad: bool = True) -> torch.Tens
     return on_device(x, device).requires_grad_(requires_grad)
 
 
-def oracle_matmul(
-    a: torch.Tensor, b: torch.Tensor, layout: Layout, block: int, mode: str, trans_a: bool, trans_b: bool, heads: int
-) -> torch.Tensor:
-    """reference.matmul after broadcasting batch and heads, as the operation does."""
-    batch = max(a.shape[0], b.shape[0])
-    a = a.expand(batch, -1 if mode == "dsd" else heads, -1, -1)
-    b = b.expand(batch, -1 if mode == "dds" else heads, -1, -1)
-    return reference.matmul(a, b, layout.live, block, mode, trans_a, trans_b)
-
-
 def gradients(output: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
     """Gradients of those inputs that want one; zeros where an empty layout cuts the graph."""
     wanted = [x for x in inputs if x.requires_grad]
@@ -292,49 +276,3 @@ def assert_as_accurate(
 def rounding(dtype: torch.dtype) -> float:
     """The error, relative to the largest value, that `assert_as_accurate` allows where PyTorch is exact."""
     return {torch.float64: 1e-12, torch.float32: 4 * 2**-23}.get(dtype, torch.finfo(dtype).eps)
-
-
-def attention_allowances(
-    probs: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    dtype: torch.dtype,
-    output_grad: torch.Tensor,
-    lse_grad: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> dict[str, torch.Tensor]:
-    """Errors of attention's gradients, beyond those of plain PyTorch, that recomputing the probabilities brings.
-
-    The scores' gradient is probs * (grad_probs - delta + lse_grad), with delta the row sum of output_grad * output: of
-    the rounded output. Sums are kept in float32, and their terms may cancel.
-
-    Args:
-        probs: (B, H, T, S), float64, like the tensors after it; before dropout.
-        key, value: (B, H, S, D), or those of fewer heads.
-        scale: of the scores; None: 1 / sqrt(D).
-        dtype: of the operands in question.
-
-    Returns:
-        Of "scores", "query", "key", "value" and "sinks", in the shapes of their gradients. A row's sink has what is
-        missing of its probabilities.
-    """
-    key_heads = key.shape[1]
-    group = query.shape[1] // key_heads
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scale = abs(query.shape[-1] ** -0.5 if scale is None else scale)
-    grad_probs = (output_grad @ value.mT).abs() / (1 - dropout_p)
-    delta = (probs * grad_probs).sum(-1, keepdim=True)
-    terms = grad_probs if lse_grad is None else grad_probs + lse_grad.abs().unsqueeze(-1)
-    scores = probs * (rounding(dtype) * delta + rounding(wide(dtype)) * terms)
-    of_sink = (1 - probs.sum(-1, keepdim=True)).clamp(min=0) * (rounding(dtype) * delta + rounding(wide(dtype)) * terms)
-    of_key, of_value = scale * scores.mT @ query.abs(), probs.mT @ output_grad.abs() / (1 - dropout_p)
-    of_key, of_value = (x.unflatten(1, (key_heads, group)).sum(2) for x in (of_key, of_value))
-    return {
-        "scores": scores,
-        "query": scale * scores @ key.abs(),
-        "key": of_key,
-        "value": rounding(wide(dtype)) * of_value,
-        "sinks": of_sink.amax(-1).sum((0, 2)),
-    }
