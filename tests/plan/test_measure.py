@@ -68,6 +68,8 @@ def test_a_step_is_that_of_the_model_that_is_counted(number, monkeypatch):
     step = replace(measure.steps_of_bert("cpu", 1024)[number], batch=1)
     measure.call_of(step)()
     (model,) = made
+    by = {"none": "ds_sparse_plan_value", "sdpa": "sdpa", "longformer-64": "ds_sparse"}[step.attention]
+    assert model.config._attn_implementation == by
     assert bool(without) == (step.attention == "none") and all(".query" in x or ".key" in x for x in without)
     assert sum(x.numel() for x in model.parameters()) == bert_model("cpu").parameters(1024)
     assert all(x.grad is None and x.dtype is torch.float32 for x in model.parameters())
