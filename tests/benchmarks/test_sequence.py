@@ -1,7 +1,6 @@
 """Steps on several ranks, the search for the longest sequence, processes, and where time and memory of a step go."""
 
 import json
-import queue
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,8 +11,7 @@ from benchmarks.commands.sequence import OPERATION
 from benchmarks.models import longest_sequence, sequence, sequence_model, sequence_rank, sequence_results, step_profile
 from benchmarks.models.bert import batch
 from benchmarks.models.longest_sequence import Bracket
-from benchmarks.models.processes import FORKSERVER, Failure, next_result, results_of
-from benchmarks.models.reasons import no_result_within, took_too_long
+from benchmarks.models.reasons import no_result_within
 from benchmarks.models.sequence_rank import MemoryMeter, Task
 from benchmarks.models.sequence_results import ALONE, CHECKPOINTED, DATA, KEPT, OFFLOADED, SEQUENCE, Case, Row
 from benchmarks.models.step_profile import ATTENTION, EXCHANGE, IDLE, OPTIMIZER, OTHER, REDUCTION
@@ -273,32 +271,6 @@ def test_a_bracket_of_one_length_doubles_and_halves():
     assert bracket.next_length() == 1 << 21
     bracket.failed.append(1 << 21)
     assert bracket.next_length() == 3 << 19
-
-
-def count(number):
-    """Work in a process: counts up, and fails at 2."""
-    for i in range(number):
-        if i == 2:
-            raise RuntimeError("two is too many")
-        print("not among the results")
-        yield i
-
-
-def test_results_come_one_by_one_until_one_fails():
-    found = list(results_of(count, [(3,), (1,)], [60] * 5, FORKSERVER))
-    assert found == [0, 1, Failure("RuntimeError: two is too many")]
-
-
-def test_no_more_results_are_waited_for_than_asked_for():
-    assert list(results_of(count, [(2,)], [60], FORKSERVER)) == [0]
-
-
-@pytest.mark.slow("starts a process with torch")
-def test_a_process_that_ends_without_a_word_is_named():
-    broken, done = SimpleNamespace(exitcode=-9), SimpleNamespace(exitcode=0)
-    assert next_result(queue.Queue(), [done, broken], 60) == Failure("a process ended with status -9")
-    # One that is done has nothing more to say than the first, which may still be at work.
-    assert took_too_long(next_result(queue.Queue(), [done], 0.1).reason)
 
 
 class Allocator:
