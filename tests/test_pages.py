@@ -44,16 +44,6 @@ def test_tests_that_pages_name_are_there():
     assert named and not missing, f"rename them on the pages, too: {missing}"
 
 
-def test_tests_are_in_the_files_that_semantics_gives_for_them():
-    """`tests/ops/test_softmax.py`: `test_a`, `test_b`."""
-    text = (ROOT / "docs" / "semantics.md").read_text()
-    given = re.findall(r"`(tests/[\w/]+\.py)`:\s((?:`test_\w+`(?:,\s|))+)", text)
-    assert given
-    for file, names in given:
-        missing = set(re.findall(r"test_\w+", names)) - names_of_tests(ROOT / file)
-        assert not missing, f"{file} has no {sorted(missing)}"
-
-
 @pytest.mark.parametrize("page", [*FOR_CONTRIBUTORS[:3], *PAGES], ids=lambda page: page.stem)
 def test_links_lead_to_pages_and_headings(page: Path):
     """This needs no site; test_docs.py checks the links of the built one."""
