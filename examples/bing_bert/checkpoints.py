@@ -66,9 +66,9 @@ def save(engine: Any, folder: Path, step: int, terms: dict[str, Any], position: 
             files |= of_rank
         state = {"terms": terms, "position": position, "ranks": dist.get_world_size(), "files": files}
         on_rank_0(lambda: _put_in_force(path, state))
-    except (OSError, RuntimeError) as error:  # the second is what torch.save raises where the disk is full
+    except (OSError, RuntimeError) as error:  # the second: torch.save on a full disk, or another rank that ended
         words = reason(error)
-        words = f"PyTorch could not write a file ({words})" if isinstance(error, RuntimeError) else words
+        words = f"PyTorch stopped ({words})" if isinstance(error, RuntimeError) else words
         raise ValueError(_give_up(path, words)) from error
 
 

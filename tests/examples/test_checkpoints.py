@@ -311,7 +311,7 @@ def test_pytorchs_writer_that_finds_no_room_is_named(tmp_path, monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        with pytest.raises(ValueError, match="step2 cannot be written: PyTorch could not write a file .*; step1 stays"):
+        with pytest.raises(ValueError, match="step2 cannot be written: PyTorch stopped .*; step1 stays"):
             save(tmp_path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
