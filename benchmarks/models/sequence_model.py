@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.models.bert_results import MODEL
+from benchmarks.models import bert_results
+from benchmarks.models.bert import bert_config, built
 from benchmarks.models.sequence_results import KEPT, OFFLOADED, SEQUENCE, Case
 from ds_sparse.bench.cases import IN_BERT
-from ds_sparse.bench.machine import DTYPES
 from ds_sparse.config.block import sparse_attention_block
 from ds_sparse.extras import optional_imports
 
@@ -56,7 +56,7 @@ class LabelledBertForMaskedLM(BertForMaskedLM):
 
 def require_heads(ranks: int, device: str) -> None:
     """Raises ValueError where ranks that share a sequence are more than the model's heads."""
-    heads = BertConfig(**MODEL[device]).num_attention_heads
+    heads = BertConfig(**bert_results.MODEL[device]).num_attention_heads
     if ranks > heads:
         raise ValueError(
             f"--ranks {ranks}: the model has {heads} heads, and each rank that shares a sequence wants one; give "
@@ -66,15 +66,8 @@ def require_heads(ranks: int, device: str) -> None:
 
 def make_model(case: Case, device: torch.device) -> LabelledBertForMaskedLM:
     """In training mode, without dropout, the same numbers at every call."""
-    config = BertConfig(
-        **MODEL[case.device],
-        max_position_embeddings=case.seq_len,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LabelledBertForMaskedLM(config).to(DTYPES[case.dtype]).train()
+    config = bert_config(bert_results.Case(case.seq_len, 0.0, case.dtype, case.device))
+    model = built(LabelledBertForMaskedLM, config, case, device)
     if case.activations != KEPT:
         # The reentrant way hands a layer's input to autograd, where `saved` meets it; the other keeps it to itself.
         model.gradient_checkpointing_enable({"use_reentrant": case.activations == OFFLOADED})

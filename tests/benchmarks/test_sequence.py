@@ -266,13 +266,6 @@ def test_the_longest_is_said_with_the_shortest_that_did_not_fit():
     assert len(printed[-2]) == 3  # a heading, and what was no try
 
 
-def test_a_bracket_of_one_length_doubles_and_halves():
-    bracket = Bracket(ROOM, {1 << 20: 10.0})
-    assert bracket.next_length() == 1 << 21
-    bracket.failed.append(1 << 21)
-    assert bracket.next_length() == 3 << 19
-
-
 class Allocator:
     """Counts GiB as torch.cuda does."""
 
