@@ -86,7 +86,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, device: torch.device) -> int:
     try:
-        from benchmarks.models import bert, sequence, sequence_model
+        from benchmarks.models import bert, sequence, sequence_rank
     except ImportError as error:
         print(f"bench sequence measures Transformers' BERT under DeepSpeed. {error}", file=sys.stderr)
         return 1
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
     try:
         sequence.require_gpus(max(ranks), args.longest, device)
         if sequence_results.SEQUENCE in args.parallel:
-            sequence_model.require_heads(max(ranks), args.device)
+            sequence_rank.require_heads(max(ranks), args.device)
         for seq_len in seq_lens:
             bert.require_layout(args.structure, seq_len)
     except ValueError as error:
@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
     comparison = sequence.Comparison(grid, ranks, args.parallel, args.repeats, args.seconds, args.longest)
     results = (((case, [row]), sequence.is_failure(row)) for case, row in comparison.results(device))
     with cpu_threads(max(1, torch.get_num_threads() // max(ranks))):
-        return OPERATION.run(args, device, results, **sequence_model.versions())
+        return OPERATION.run(args, device, results, **sequence_rank.versions())
 
 
 OPERATION = Entry(

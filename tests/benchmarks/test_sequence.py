@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.commands.sequence import OPERATION
-from benchmarks.models import longest_sequence, sequence, sequence_model, sequence_rank, sequence_results, step_profile
+from benchmarks.models import longest_sequence, sequence, sequence_rank, sequence_results, step_profile
 from benchmarks.models.bert import batch
 from benchmarks.models.longest_sequence import Bracket
 from benchmarks.models.reasons import no_result_within
@@ -167,9 +167,9 @@ def test_after_one_that_does_not_fit_no_longer_one_is_tried(monkeypatch):
 
 
 def gradients(case):
-    model = sequence_model.make_model(case, CPU)
+    model = sequence_rank.make_model(case, CPU)
     data = batch(1, case.seq_len, model.config.vocab_size, CPU)
-    with sequence_model.saved(case):
+    with sequence_rank.saved(case):
         loss = model(input_ids=data.tokens, labels=data.labels).loss
     loss.backward()
     return loss.item(), [parameter.grad for parameter in model.parameters()]
@@ -186,7 +186,7 @@ def test_what_saves_memory_changes_no_gradient(change):
 
 
 def test_the_loss_is_that_of_transformers():
-    model = sequence_model.make_model(CASE, CPU)
+    model = sequence_rank.make_model(CASE, CPU)
     data = batch(1, CASE.seq_len, model.config.vocab_size, CPU)
     of_all = super(type(model), model).forward(input_ids=data.tokens, labels=data.labels).loss
     torch.testing.assert_close(model(input_ids=data.tokens, labels=data.labels).loss, of_all)
@@ -307,7 +307,7 @@ def test_spans_inside_of_others_count_for_both(allocator):
 
 def test_memory_of_a_step_is_named_by_what_takes_it(allocator):
     case = Case(512, "bigbird-64", "fp32", "cpu", 2)
-    model = sequence_model.make_model(case, CPU)
+    model = sequence_rank.make_model(case, CPU)
     allocator.hold(4)
 
     class Engine:
