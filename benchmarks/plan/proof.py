@@ -20,7 +20,8 @@ from ds_sparse.plan.step import step_of
 from .committed import COMMITTED, MODEL, TrainingStep, with_training
 
 BF16_ADAMW_BYTES, BF16_ADAMW_STATES = 14, 4
-"""Of a parameter where all of AdamW is in bf16: moved by a step (four numbers read, three written), and its moments."""
+"""Bytes that a step moves for a parameter, four numbers read and three written, and bytes of its moments, where all of
+AdamW is in bf16."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Compared:
 
 
 def compared(results: Results, steps: Sequence[TrainingStep], rates: Rates) -> Iterator[Compared]:
-    """All measured steps that were not used.
+    """Compares all measured steps that were not used.
 
     Those of BERT with attention: rates come from single calls of attention, and from steps of BERT without attention.
     Not those with dropout, from which what dropout costs is taken. Training runs: each with what the *others* took

@@ -35,7 +35,7 @@ EXIT_STATUS = (
     "usage."
 )
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What a write to standard output fails with when the disk behind it is full."""
+"""Errors of a write to standard output when the disk behind it is full."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +93,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _discard(*streams: TextIO) -> None:
-    """What they still have to write goes nowhere: at its end Python would try again, and complain."""
+    """Drops what streams still have to write: at its end Python would try again, and complain."""
     for stream in streams:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,4 @@
-"""What the commands share that write a checkpoint of Transformers."""
+"""Arguments and errors of the commands that write a checkpoint of Transformers."""
 
 from __future__ import annotations
 

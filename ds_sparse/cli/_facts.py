@@ -1,4 +1,4 @@
-"""What `ds_sparse report` finds out. Each part stands alone: what is broken is what the report is for."""
+"""Facts that `ds_sparse report` finds out. Each part stands alone: the report is for what is broken."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Library:
 
 @dataclass
 class Facts:
-    """Of a machine and what is installed. Attributes that end in `error` are sentences, '' where all is well.
+    """Facts of a machine and of what is installed. Attributes that end in `error` are sentences, '' where all is well.
 
     Attributes:
         installed: the version that pip has of ds_sparse; None: it is on the path only.

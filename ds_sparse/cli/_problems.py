@@ -1,4 +1,4 @@
-"""What is wrong with a machine or an installation, and what to do about it."""
+"""Problems of a machine or an installation, and what to do about each."""
 
 from __future__ import annotations
 

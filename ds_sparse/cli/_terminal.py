@@ -1,4 +1,4 @@
-"""What commands print: lines, in colour and below a bar where a person reads them, plain where they go elsewhere."""
+"""Output of commands: lines, in colour and below a bar where a person reads them, plain where they go elsewhere."""
 
 from __future__ import annotations
 

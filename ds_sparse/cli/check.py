@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Result:
-    """What is said about a file."""
+    """Everything that is said about a file."""
 
     file: str
     ok: bool = False

@@ -68,7 +68,7 @@ def _read(args: argparse.Namespace, file: str) -> LayerStructures:
 
 
 def _sheets(args: argparse.Namespace, file: str, read: LayerStructures) -> Iterator[Sheet]:
-    """What to draw of a file, by the layers that have it: none for all, or for the one that was asked for."""
+    """Layouts of a file, named by the layers that have them; "" for all, or for the one that was asked for."""
     if args.layer is not None:
         of_layer = read.of(args.layer)
         if of_layer is None:

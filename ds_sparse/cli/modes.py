@@ -45,7 +45,7 @@ class Key:
 
 @dataclass
 class Mode:
-    """What is said about a mode."""
+    """A mode as it is described."""
 
     mode: str
     default: bool

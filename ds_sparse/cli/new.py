@@ -128,7 +128,7 @@ def _value(text: str) -> Any:
 
 
 def _training(args: argparse.Namespace) -> Iterator[Entry]:
-    """What is beside the block."""
+    """Yields the entries beside the block."""
     yield "train_micro_batch_size_per_gpu", "Sequences that a GPU takes at a time.", args.micro_batch
     yield (
         "gradient_accumulation_steps",

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> str:
-    """What the command prints of this machine."""
+    """The text that the command prints of this machine."""
     return "\n".join(line for line, _ in _styled(*_gathered()))
 
 

@@ -30,7 +30,7 @@ class Changes:
 
     @classmethod
     def of(cls, pieces: Iterator[tuple[range, Tensor]]) -> Changes:
-        """Of a head's rows, bool, piece by piece, as `LayoutRows.pieces` gives them."""
+        """Changes of a head's rows, bool, piece by piece, as `LayoutRows.pieces` gives them."""
         counts, places, live, above = [], [], 0, None
         for _, part in pieces:
             live += int(part.count_nonzero())
@@ -59,7 +59,7 @@ def _with_end(live: Tensor) -> np.ndarray:
 
 
 def _borders(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where runs begin and end: how many such places a row has, and the places, row by row."""
+    """Finds where runs begin and end: how many such places a row has, and the places, row by row."""
     left = np.pad(bits[:, :-1], ((0, 0), (1, 0)))
     borders = bits ^ (bits >> 1 | left << 7)
     row, byte = borders.nonzero()

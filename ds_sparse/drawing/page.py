@@ -25,7 +25,7 @@ PAGES = (".html",)
 """Endings of the files that `save_page` writes."""
 
 _PROGRAM = ("rows.js", "tiles.js", "picture.js", "pane.js", "operation.js")
-"""What the page runs, of the folder browser, each of which uses those before."""
+"""Scripts of the page, in the folder browser, each of which uses those before."""
 
 _MOST = 64 << 20
 """Characters of the layouts in a page, which a browser still opens."""
@@ -110,7 +110,7 @@ def _part(name: str) -> str:
 
 
 def _contents(sheet: Sheet) -> dict[str, Any]:
-    """What the page's program reads of a layout."""
+    """The data of a layout that the page's program reads."""
     asked = range(sheet.rows.heads) if sheet.head is None else [sheet.head if sheet.rows.heads > 1 else 0]
     whole = sheet.rows.rows <= LARGEST
     heads: dict[str, dict[str, Any]] = {}

@@ -31,7 +31,7 @@ CELLS = 512
 
 @dataclass(frozen=True)
 class Characters:
-    """What a picture in a terminal consists of: `shades` from none to all blocks of a cell; `halves` for two blocks,
+    """Characters of a picture in a terminal: `shades` from none to all blocks of a cell; `halves` for two blocks,
     one over the other: neither, the upper, the lower, both."""
 
     shades: str
@@ -138,7 +138,7 @@ def require_writable(path: str | os.PathLike[str], endings: Sequence[str]) -> No
 
 
 def takes_ascii_only(stream: TextIO) -> bool:
-    """Whether a stream's encoding, or a terminal in the locale "C", has no characters but those of ASCII."""
+    """True where a stream's encoding, or a terminal in the locale "C", has no characters but those of ASCII."""
     try:
         (UNICODE.shades + UNICODE.halves).encode(stream.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

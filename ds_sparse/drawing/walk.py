@@ -1,4 +1,4 @@
-"""What kernels walk of a layout: its tiles, and how much of them is waste, for the page that shows them."""
+"""Tiles that kernels walk of a layout, and how much of them is waste, for the page that shows them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Walk:
 
 
 def walks(live: Tensor, block: int) -> list[Walk]:
-    """What each implementation of attention walks of a head, bool (R, R)."""
+    """The tiles that each implementation of attention walks of a head, bool (R, R)."""
     found, live_blocks = [], int(live.count_nonzero())
     for tile, by in walkers(OPERATION, block).items():
         # Heads one by one: all that is asked for is which lines share a tile.

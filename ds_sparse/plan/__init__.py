@@ -1,1 +1,1 @@
-"""What a training run will cost before it runs: FLOPs, memory, time, from rates that were measured."""
+"""The cost of a training run before it runs: FLOPs, memory, time, from rates that were measured."""

@@ -1,4 +1,4 @@
-"""Which parallelism to take for a length, a model and a number of GPUs."""
+"""Advice on a parallelism for a length, a model and a number of GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Advice:
     step: Step
 
     def tokens_per_second(self, seq_len: int) -> float:
-        """Of sequences of so many tokens, on all GPUs."""
+        """Tokens a second on all GPUs, of sequences of so many."""
         return self.settings.sequences * seq_len / self.step.total * 1e3
 
 

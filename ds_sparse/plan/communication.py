@@ -1,4 +1,4 @@
-"""What ranks send each other in a step: heads of shared sequences, gradients, weights."""
+"""Bytes that ranks send each other in a step: heads of shared sequences, gradients, weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NODE = 8
 """GPUs of a node, which NVLink connects."""
 
 ADAPTER_GBITS = 400
-"""Of a GPU's network adapter, a second, by its vendor's figure (ConnectX-7): what nodes are counted to exchange."""
+"""Gigabits a second of a GPU's network adapter by its vendor's figure (ConnectX-7); nodes are counted to reach it."""
 
 BETWEEN_NODES = 8 / (ADAPTER_GBITS * 1e6)
 """Milliseconds a byte."""
@@ -26,7 +26,7 @@ def of_rank(model: Model, settings: Settings) -> Model:
 
 
 def crosses_nodes(settings: Settings) -> bool:
-    """Whether ranks of several nodes share a sequence."""
+    """True where ranks of several nodes share a sequence."""
     return settings.gpus > NODE and NODE % settings.ranks != 0
 
 

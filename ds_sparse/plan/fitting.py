@@ -54,7 +54,7 @@ class Kernel(Case):
         return known and self.milliseconds is not None
 
     def row(self) -> list[float]:
-        """What the time of the call goes by."""
+        """The quantities that the time of the call goes by."""
         walked = _walk_of_case(self) if self.peer == OURS else None
         return attention_row(walked, self.batch * self.heads, float(self.seq_len**2), self.seq_len, self.direction)
 
@@ -90,7 +90,7 @@ class BertStep:
         return None if self.attention == DENSE_IN_BERT else walk_in_bert(self.attention, heads, self.seq_len)
 
     def work(self, attends: bool) -> Work:
-        """All of the step but the kernels of attention."""
+        """The work of the step without the kernels of attention."""
         model = bert_model(self.device, self.dropout)
         share = 1.0 if self.predicts_all else LABELLED
         of_token = layer(model, attends) * model.layers + embeddings(model) + logits(model) * share
@@ -135,7 +135,7 @@ class SequenceStep:
 
     @property
     def shares(self) -> bool:
-        """All ranks share one sequence."""
+        """True where the ranks share a sequence."""
         return self.parallel == "sequence"
 
     def model(self) -> Model:
@@ -162,7 +162,7 @@ class SequenceStep:
 
 @dataclass(frozen=True)
 class Results:
-    """What was measured on one machine. sources: a line each file or run."""
+    """Measurements on one machine. sources: a line each file or run."""
 
     machine: str = ""
     kernels: list[Kernel] = field(default_factory=list)

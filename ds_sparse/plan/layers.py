@@ -1,4 +1,4 @@
-"""What the layers of a model attend to by a `sparse_attention` block, and what kernels walk of it."""
+"""The layers of a model by what a `sparse_attention` block has them attend to, and the tiles that kernels walk."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def in_whole_blocks(kinds: Sequence[Kind], seq_len: int) -> int:
 
 
 def spread(kinds: Sequence[Kind], of_kinds: Sequence[T]) -> list[T]:
-    """What each kind has, by the numbers of the layers."""
+    """Something of each kind, spread to the numbers of its layers."""
     by_layer = {number: of_kind for kind, of_kind in zip(kinds, of_kinds) for number in kind.layers}
     return [by_layer[number] for number in sorted(by_layer)]
 
@@ -193,7 +193,7 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
 
 
 def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
-    """What kernels walk in layers of a kind; None for dense attention.
+    """The tiles that kernels walk in layers of a kind; None for dense attention.
 
     Raises:
         ValueError: the structure has no layout of this length; a layout too large to be laid out here.
@@ -235,7 +235,7 @@ def _same_draws() -> Iterator[None]:
 
 
 def layers_in_words(numbers: tuple[int, ...]) -> str:
-    """As in the keys of `layers`: 0-5,7."""
+    """The numbers as keys of `layers` have them: 0-5,7."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:

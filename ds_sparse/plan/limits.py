@@ -1,4 +1,4 @@
-"""What a plan says of itself: what it assumes, and where it goes beyond what was measured."""
+"""Remarks of a plan on itself: its assumptions, and where it goes beyond what was measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS_MEASURED = {2: 32768, 4: 2048}
 """Tokens of a forward pass that rates come from, by the bytes of a number: 32 bits are those of a CPU."""
 
 TOKENS_OF_A_RANK = 65536
-"""Of a forward pass on several GPUs: with fewer they wait for Python (docs/plan.md)."""
+"""Tokens of a forward pass on several GPUs, with fewer of which they wait for Python (docs/plan.md)."""
 
 
 def said_of(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[str]:
@@ -83,7 +83,7 @@ def _beyond(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
 
 
 def _sent(rates: Rates, settings: Settings) -> Iterator[str]:
-    """What GPUs send each other, and how fast."""
+    """Sentences on what GPUs send each other, and how fast."""
     parts = {"gradients and weights": rates.reduction}
     if settings.ranks > 1:
         parts["heads of a sequence"] = rates.exchange

@@ -1,4 +1,4 @@
-"""What a step needs of a GPU's memory, by what it is for, and the longest sequences that fit."""
+"""The memory that a step needs on a GPU, by what it is for, and the longest sequences that fit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Memory:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """By name, in bytes."""
+        """The bytes of each part, by name."""
         return {name: value for name, value in vars(self).items() if name != "at"}
 
 
@@ -88,7 +88,7 @@ def _waiting(model: Model, settings: Settings) -> tuple[float, float]:
 
 
 def _of_layer(model: Model, settings: Settings) -> tuple[float, float]:
-    """The same of one layer that keeps them."""
+    """Bytes of a token that one layer keeps: of all but attention, and of attention."""
     others = layer(model).saved - kept_by_attention(model)
     if settings.ranks == 1:
         return others, kept_by_attention(model)
@@ -96,7 +96,7 @@ def _of_layer(model: Model, settings: Settings) -> tuple[float, float]:
 
 
 def fits(model: Model, settings: Settings, seq_len: int, memory_gib: float) -> bool:
-    """Whether a step fits a GPU of so much memory."""
+    """True where a step fits a GPU of so much memory."""
     return memory_of(model, settings, seq_len).total <= memory_gib * GIB * (1 - LEFT_FREE)
 
 

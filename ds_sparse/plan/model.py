@@ -13,7 +13,7 @@ from ..wording import listed, reason, show
 
 @dataclass(frozen=True)
 class Family:
-    """What the layers of a family compute around their products, as their eager PyTorch does.
+    """Traits of a family of models: what its layers compute around their products, in eager PyTorch.
 
     Attributes:
         gated: the feed-forward part multiplies two projections (GeGLU, SwiGLU).
@@ -51,8 +51,8 @@ FAMILIES = {
     "gpt_neox": Family(**_DECODER, rotary=0.25),
     "llama": Family(**(_GATED | _DECODER), rms_norm=True),
 }
-"""By the `model_type` of a config.json; "bing_bert" is the model of examples/bing_bert, which predicts 15 % of the
-tokens."""
+"""Families by the `model_type` of a config.json; "bing_bert" is the model of examples/bing_bert, which predicts
+15 % of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Model:
         return max(self.positions, seq_len) if self.does.learned_positions else 0
 
     def layer_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer."""
         biases, ups = int(self.does.biases), 2 if self.does.gated else 1
         width = self.attention_width + 2 * self.key_width
         attention = self.hidden * width + biases * width + self.attention_width * self.hidden + biases * self.hidden
@@ -115,7 +115,7 @@ class Model:
         return attention + feed_forward + 2 * (1 + biases) * self.hidden
 
     def parameters(self, seq_len: int) -> int:
-        """Of the whole model, for sequences of so many tokens."""
+        """Parameters of the whole model, for sequences of so many tokens."""
         biases = int(self.does.biases)
         norm = (1 + biases) * self.hidden
         embeddings = (self.vocabulary + self.table(seq_len) + 2 * self.does.learned_positions) * self.hidden

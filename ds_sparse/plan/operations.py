@@ -1,4 +1,4 @@
-"""What a model computes beside attention, operation by operation: products, bytes that kernels move, what is kept.
+"""Work of a model beside attention, operation by operation: products, bytes that kernels move, bytes that are kept.
 
 Everything is of one token. Kernels are those of eager PyTorch: each reads and writes its tensors once.
 """
@@ -83,7 +83,7 @@ def activation(numbers: int) -> Part:
 
 
 def dropout(numbers: int, p: float) -> Part:
-    """With a mask of a byte a number."""
+    """A product with a mask, which is a byte a number."""
     return elementwise(numbers, 2, 2) + Part(Work(moved=numbers), Work(moved=numbers), numbers) if p else Part()
 
 
@@ -130,7 +130,7 @@ def kept_by_attention(model: Model) -> int:
 
 
 def exchange(model: Model) -> Part:
-    """What a layer does besides where ranks share a sequence: query, key, value and output are copied once each way.
+    """Copies of a layer whose sequence ranks share: query, key, value and output once each way.
     (Gradients of the first three are copied once more; a layer has that copy, which puts them into the order of
     tokens.) The output is kept twice, as attention gives it and as the projection reads it."""
     numbers = 2 * (model.attention_width + model.key_width)
@@ -145,7 +145,7 @@ def embeddings(model: Model) -> Part:
 
 
 def logits(model: Model) -> Part:
-    """What follows the last layer, of a token that has logits, with the cross-entropy."""
+    """Everything after the last layer, of a token that has logits, with the cross-entropy."""
     words, in_fp32 = model.vocabulary, model.does.logits_in_fp32
     # log_softmax forward reads and writes; backward zeros are written, and three tensors pass.
     found = linear(model.hidden, words) + elementwise(words, 2, 4, 1, FP32 if in_fp32 else ITEM)
@@ -160,5 +160,5 @@ def logits_at_the_highest(model: Model) -> float:
 
 
 def whole_model(model: Model) -> Part:
-    """All of a step but the kernels of attention, of a token."""
+    """A token's part of a step, without the kernels of attention."""
     return layer(model) * model.layers + embeddings(model) + logits(model) * model.labelled

@@ -108,17 +108,17 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """In a step, on all GPUs."""
+        """Tokens of a step, on all GPUs."""
         return self.seq_len * self.settings.sequences
 
     @property
     def fits(self) -> bool | None:
-        """Whether a step fits the GPU; None: its memory is not known."""
+        """True where a step fits the GPU; None: its memory is not known."""
         return None if self.memory_gib is None else fits(self.model, self.settings, self.padded, self.memory_gib)
 
     @property
     def gain(self) -> float:
-        """How many times as long a dense step takes."""
+        """The time of a dense step over that of a sparse one."""
         return self.dense_step.total / self.step.total
 
     @property

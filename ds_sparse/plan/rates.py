@@ -1,4 +1,4 @@
-"""How fast a machine is: what work and attention take, in milliseconds, and the rates that are committed."""
+"""Rates of a machine, by which work and attention take milliseconds, and those that are committed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE = Path(__file__).with_name("h200.json")
 
 @dataclass(frozen=True)
 class Measured:
-    """What rates come from: beyond it they are extrapolated.
+    """The range that rates come from, beyond which they are extrapolated.
 
     Attributes:
         tokens: the fewest and the most, of one sequence.
@@ -95,8 +95,8 @@ def times(coefficients: Sequence[float], row: Sequence[float]) -> float:
 
 
 def attention_row(walked: Walked, heads: int, scores: float, seq_len: int, direction: str) -> list[float]:
-    """What the time of attention goes by: scores computed, tokens, and a constant; of sparse attention, after the
-    first, scores of the tiles loaded and entries of their lists."""
+    """The quantities that the time of attention goes by: scores computed, tokens, and a constant; of sparse attention,
+    after the first, scores of the tiles loaded and entries of their lists."""
     if walked is None:
         return [heads * scores, heads * seq_len, 1.0]
     side = getattr(walked, direction)
@@ -104,7 +104,7 @@ def attention_row(walked: Walked, heads: int, scores: float, seq_len: int, direc
 
 
 def key_of(head_dim: int, direction: str) -> str:
-    """Where `Rates.sparse` and `Rates.dense` have a head size and a direction."""
+    """The key of a head size and a direction in `Rates.sparse` and `Rates.dense`."""
     return f"{direction} {head_dim}"
 
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON says of a step: batch, ranks, dtype, ZeRO, optimizer, checkpoints of activations."""
+"""Settings of a step in a DeepSpeed JSON: batch, ranks, dtype, ZeRO, optimizer, checkpoints of activations."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Settings:
     ranks: int = 1
 
     def tokens(self, seq_len: int) -> int:
-        """Of a rank in a forward pass."""
+        """Tokens of a rank in a forward pass."""
         return self.micro_batch * -(-seq_len // self.ranks)
 
     @property
     def sequences(self) -> int:
-        """Of a step, on all GPUs."""
+        """Sequences of a step, on all GPUs."""
         return self.micro_batch * self.accumulation * (self.gpus // self.ranks)
 
 

@@ -19,7 +19,7 @@ UNCERTAIN = 0.05
 
 
 def lines_of(plan: Plan) -> Iterator[str]:
-    """What is printed, line by line."""
+    """Yields what is printed, line by line."""
     model, settings = plan.model, plan.settings
     if plan.fits is False:
         yield (
@@ -67,7 +67,7 @@ def printed(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """All numbers: milliseconds, bytes, tokens, FLOPs as the fields of `Plan` say; times and memory with their sums."""
+    """Every number: milliseconds, bytes, tokens, FLOPs as the fields of `Plan` say; times and memory with sums."""
     found = asdict(plan)
     found["step"]["total"], found["dense_step"]["total"] = plan.step.total, plan.dense_step.total
     found["memory"]["total"] = plan.memory.total
@@ -84,7 +84,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _sources(sources: Sequence[str]) -> str:
-    """Those of one commit together."""
+    """Names the sources of one commit together."""
     together: dict[str, list[str]] = {}
     for source in sources:
         name, _, commit = source.rpartition(": ")

@@ -1,4 +1,4 @@
-"""How well a training run uses its chips: the FLOPs of a step over its time and over the chip's peak rate."""
+"""The use that a training run makes of its chips: FLOPs of a step over its time and over the chip's peak rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS, TFLOPS, MFU = "tokens_per_second", "model_tflops", "mfu"
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step of a training run computes.
+    """Tokens and FLOPs of a step of a training run.
 
     Attributes:
         tokens: in a step, of all ranks.
@@ -52,13 +52,13 @@ class StepWork:
         return cls(settings.sequences * seq_len, sum(flops_of(model, settings, padded, live)), peak)
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """Of a step that took so long: tokens a second of all ranks; model TFLOP a second of one rank, which has a chip
-        of its own; and, where the chip's peak rate is known, the part of it that these are (MFU)."""
+        """Figures of a step that took so long: tokens a second of all ranks; model TFLOP a second of a rank, which has
+        a chip of its own; and, where the chip's peak rate is known, the part of it that these are (MFU)."""
         found = {TOKENS: self.tokens / seconds, TFLOPS: self.flops / seconds / 1e12}
         return found if self.peak is None else found | {MFU: self.flops / seconds / self.peak}
 
 
 def in_words(figures: Mapping[str, float]) -> str:
-    """What `StepWork.figures` gave, in a line."""
+    """The figures of `StepWork.figures` in a line."""
     words = f"{figures[TOKENS]:,.0f} tokens/s  {in_three_digits(figures[TFLOPS])} TFLOP/s a rank"
     return f"{words} ({figures[MFU]:.1%} MFU)" if MFU in figures else words
