@@ -1,4 +1,4 @@
-"""The `ds_sparse` command as a process: what it prints without a subcommand, what it imports, what it writes to."""
+"""The `ds_sparse` command: without a subcommand, what it imports, what it writes to; and its shortest subcommands."""
 
 from __future__ import annotations
 
@@ -106,3 +106,20 @@ def test_a_full_disk_is_a_sentence(words, unbuffered):
 def test_without_any_output_it_still_has_a_status():
     done = subprocess.run(f"{sys.executable} -m ds_sparse schema >&- 2>&-", shell=True, check=False)
     assert done.returncode == 0
+
+
+def test_schema_prints_the_committed_schema(capsys):
+    assert main(["schema"]) == 0
+    committed = (CONFIGS / "sparse_attention.schema.json").read_text()
+    assert capsys.readouterr().out == committed and json.loads(committed)["$defs"]
+
+
+def test_families_says_what_becomes_of_those_that_are_asked_for(capsys):
+    assert main(["families", "ALBERT", "SigLIP"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("ALBERT: sparse; on Transformers' attention interface.\nSigLIP: sparse, part stays dense; ")
+    assert "cross-attention" in out and max(map(len, out.splitlines())) <= 100
+    assert main(["families", "--markdown", "ALBERT"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "| family | what happens | why |"
+    assert main(["families", "ALBERT", "Bert"]) == 1
+    assert capsys.readouterr().err.startswith("ds_sparse families: 'Bert' is none of BERT, RoBERTa, ")
