@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="take rates from what `ds_sparse bench attention --json`, `bench bert --json` and, for several GPUs, "
-        "`bench sequence --json` wrote on another machine",
+        help="take rates from what was written on another machine by `ds_sparse bench attention --json` and, of a "
+        "clone, `python -m benchmarks bert --json` and, for several GPUs, `python -m benchmarks sequence --json`",
     )
     parser.add_argument("--json", action="store_true", help="print all numbers: milliseconds, bytes, FLOPs, tokens")
 

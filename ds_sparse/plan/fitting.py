@@ -28,13 +28,13 @@ OURS, DENSE = "ds_sparse", ("cudnn", "sdpa")
 """Peers of `ds_sparse bench attention` that rates come from."""
 
 NO_ATTENTION, DENSE_IN_BERT = "none", "sdpa"
-"""Attentions of `ds_sparse bench bert` that rates come from, besides `IN_BERT`."""
+"""Attentions of `python -m benchmarks bert` that rates come from, besides `IN_BERT`."""
 
 LABELLED = 0.15
-"""Part of the tokens that have a label in `ds_sparse bench bert`."""
+"""Part of the tokens that have a label in `python -m benchmarks bert`."""
 
 SMALL = replace(NAMED["bert-base"], layers=2, hidden=128, heads=2, key_heads=2, intermediate=512, vocabulary=1000)
-"""The model of `ds_sparse bench bert` on a CPU."""
+"""The model of `python -m benchmarks bert` on a CPU."""
 
 DIRECTIONS = FORWARD, BACKWARD
 
@@ -61,7 +61,7 @@ class Kernel(Case):
 
 @dataclass(frozen=True)
 class BertStep:
-    """A row of `ds_sparse bench bert`, whose options the fields are."""
+    """A row of `python -m benchmarks bert`, whose options the fields are."""
 
     seq_len: int
     dropout: float
@@ -107,7 +107,7 @@ class BertStep:
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """A row of `ds_sparse bench sequence`: a training step on some ranks, whose options the fields are.
+    """A row of `python -m benchmarks sequence`: a training step on some ranks, whose options the fields are.
 
     Attributes:
         profile: milliseconds by where they go.
@@ -172,7 +172,7 @@ class Results:
 
 
 def from_files(paths: Iterable[Path]) -> Results:
-    """Reads what `ds_sparse bench attention --json`, `bench bert --json` and `bench sequence --json` wrote.
+    """Reads what `ds_sparse bench attention --json`, and bert and sequence of `python -m benchmarks`, wrote.
 
     Raises:
         ValueError: a file that is none of these, or of another machine than the first.
@@ -212,8 +212,8 @@ def rates_of(results: Results) -> Rates:
     ours, others = ([x for x in kernels if (x.peer == OURS) == is_ours] for is_ours in (True, False))
     if not ours or not others or not none:
         raise ValueError(
-            "Rates need `ds_sparse bench attention` with ds_sparse and dense attention, and `ds_sparse bench bert`; "
-            "one of them gave no times."
+            "Rates need `ds_sparse bench attention` with ds_sparse and dense attention, and `python -m benchmarks "
+            "bert` of a clone; one of them gave no times."
         )
     sparse, sparse_errors = _attention_rates(ours)
     dense, dense_errors = _attention_rates(others)
@@ -330,12 +330,12 @@ _WALKS: dict[tuple[object, ...], Walk] = {}
 
 @functools.cache
 def walk_in_bert(name: str, heads: int, seq_len: int) -> Walk:
-    """The tiles of a structure of `ds_sparse bench bert`."""
+    """The tiles of a structure of `python -m benchmarks bert`."""
     structure = IN_BERT[name](heads)
     return Walk.of(structure.make_bool_layout(seq_len), structure.block)
 
 
 def bert_model(device: str, dropout: float = 0.0) -> Model:
-    """The model of `ds_sparse bench bert`."""
+    """The model of `python -m benchmarks bert`."""
     model = SMALL if device == "cpu" else NAMED["bert-base"]
     return replace(model, dropout=dropout, attention_dropout=dropout)

@@ -53,7 +53,7 @@ def memory_of(model: Model, settings: Settings, seq_len: int, trains: bool = Tru
 
     Args:
         seq_len: tokens of a sequence, whole blocks.
-        trains: False for a step without an optimizer, in 16 bits, as `ds_sparse bench bert` measures it.
+        trains: False for a step without an optimizer, in 16 bits, as `python -m benchmarks bert` measures it.
     """
     tokens = settings.tokens(seq_len)
     wide = 2 if settings.dtype == "fp32" else 1
