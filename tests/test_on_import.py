@@ -39,7 +39,7 @@ import importlib, sys
 import ds_sparse
 importlib.reload(ds_sparse)
 importlib.util.find_spec("transformers")
-print([name for name in ("torch", "transformers", "deepspeed") if name in sys.modules])
+print([name for name in ("torch", "transformers", "deepspeed", "matplotlib", "datasets") if name in sys.modules])
 print(sum(type(finder).__module__ == "ds_sparse.on_import" for finder in sys.meta_path))
 """
     assert output_of(code)[:2] == ["[]", "1"]

@@ -85,6 +85,7 @@ ENCODERS = known(
         "modernbert_global": (transformers.ModernBertModel, MODERN | {"layer_types": ["full_attention"] * 2}),
         "nomic_bert": (newest("NomicBertModel"), MODERN),
         "neomme": (newest("NeoMMEModel"), MODERN | LOCAL),
+        "mt5_encoder": (transformers.MT5EncoderModel, T5),
         "t5_encoder": (transformers.T5EncoderModel, T5),
         "vit": (transformers.ViTModel, VISION, PICTURE),
         "ultrabert": (newest("UltrabertModel"), MODERN | LOCAL | {"sliding_window": 9}),

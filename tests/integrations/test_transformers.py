@@ -498,18 +498,6 @@ def test_the_callers_structure_is_left_alone_and_its_random_blocks_get_a_seed(ca
     assert f"seed {model.config.sparse_attention['seed']}" in capsys.readouterr().out
 
 
-def test_grouped_keys_are_shared_by_their_queries():
-    sizes = {key: SIZES[key] for key in SIZES if "prob" not in key}
-    config = transformers.EuroBertConfig(**sizes, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = transformers.EuroBertModel(config).eval()
-    batch = make_batch()
-    del batch["labels"]
-    truth = model(**batch).last_hidden_state
-    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
-    keep = batch["attention_mask"] != 0
-    torch.testing.assert_close(model(**batch).last_hidden_state[keep], truth[keep], rtol=1e-4, atol=1e-5)
-
-
 ITSELF = "computes its attention itself.* and would stay dense; use BERT, RoBERTa"
 CLIP = {"text_config": SMALL | {"bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION}
 LED = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "attention_window": 8}

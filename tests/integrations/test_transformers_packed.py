@@ -212,20 +212,19 @@ def test_layers_of_a_step_share_what_is_read_and_built(name, how, checkpointed):
     assert (read.call_count, packed.call_count, windows.call_count) == (1, 1, 0 if name == "llama" else 1)
 
 
-@pytest.mark.parametrize("name, layer", [("modernbert", "0"), ("llama", "1"), ("gpt_oss", "1")])
-def test_layers_that_stay_dense_compute_each_document_alone(name, layer):
-    model, features = make(name, block=BIGBIRD | {"layers": {layer: None}}), documents()
+@pytest.mark.parametrize(
+    "name, layers, lengths",
+    [
+        ("modernbert", {"0": None}, LENGTHS),
+        ("llama", {"1": None}, LENGTHS),
+        ("gpt_oss", {"1": None}, LENGTHS),
+        ("gpt_neox", {"1": {"mode": "fixed"}}, LENGTHS),
+        ("gpt2", {}, (60, 50, 64)),  # a row that is longer than the model, which is made for 96 tokens
+    ],
+)
+def test_structures_by_layer_dense_layers_and_long_rows_compute_each_document_alone(name, layers, lengths):
+    model, features = make(name, block=BIGBIRD | {"layers": layers}), documents(lengths)
     assert_same(run_packed(model, collated(name, features)), run_apart(model, features, "cpu"))
-
-
-def test_structures_by_layer_are_packed_each():
-    model, features = make("gpt_neox", block=BIGBIRD | {"layers": {"1": {"mode": "fixed"}}}), documents()
-    assert_same(run_packed(model, collated("gpt_neox", features)), run_apart(model, features, "cpu"))
-
-
-def test_a_row_may_be_longer_than_the_model():
-    model, features = make("gpt2"), documents((60, 50, 64))  # for 96 tokens
-    assert_same(run_packed(model, collated("gpt2", features)), run_apart(model, features, "cpu"))
 
 
 def test_dropout_of_probabilities_stays_within_a_document():
