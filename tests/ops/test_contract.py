@@ -35,7 +35,7 @@ from ds_sparse import (
     window_matmul,
     window_softmax,
 )
-from ds_sparse.bench.torch_settings import cpu_threads
+from ds_sparse.verify.torch_settings import cpu_threads
 from ds_sparse.ops import _library
 
 OPERATORS = _library.OPERATORS
