@@ -61,25 +61,16 @@ def run_case(
     for name in names:
         found = peers.get(name)
         for direction in operation.directions:
-            beside = found.beside if found else ""
-            row = Row(name, direction, dense=beside, preparation_s=spent.get(name))
-            if (name, direction) in medians:
-                mine = medians[name, direction]
-                ratios = [
-                    mine / x if x else None
-                    for x in map(medians.get, ((beside, direction), (ours(operation), direction)))
-                ]
-                row = replace(
-                    row, milliseconds=mine, to_dense=ratios[0], to_ours=ratios[1], rounds=len(times[name, direction])
-                )
-            else:
+            row = Row(name, direction, dense=found.beside if found else "", preparation_s=spent.get(name))
+            mine = medians.get((name, direction))
+            if mine is None:
                 row = replace(row, reason=reasons.get(name) or found.no_backward)
+            else:
+                dense, ours = (medians.get((other, direction)) for other in (row.dense, operation.ours[0]))
+                ratios: dict[str, Any] = {"to_dense": dense and mine / dense, "to_ours": ours and mine / ours}
+                row = replace(row, milliseconds=mine, rounds=len(times[name, direction]), **ratios)
             rows.append(replace(row, **operation.numbers(problem, found, row, medians)))
     return Result(case, about, rows)
-
-
-def ours(operation: Operation) -> str:
-    return operation.ours[0]
 
 
 def operands(problem: Any, peer: Peer) -> tuple[Sequence[Tensor], Tensor | None]:
