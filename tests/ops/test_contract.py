@@ -35,8 +35,8 @@ from ds_sparse import (
     window_matmul,
     window_softmax,
 )
-from ds_sparse.verify.torch_settings import cpu_threads
 from ds_sparse.ops import _library
+from ds_sparse.verify.torch_settings import cpu_threads
 
 OPERATORS = _library.OPERATORS
 EVERY = list(operations("cpu"))
