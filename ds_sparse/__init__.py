@@ -8,7 +8,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import on_import
+from .tools import on_import
 
 __version__ = "0.1.0"
 
@@ -138,7 +138,7 @@ _load_launcher_of_checkout()
 def _refuse_second_copy() -> None:
     """Where another copy is imported already, this one's modules would be the other's: Hugging Face's kernels imports
     the package from where it lies."""
-    here, first = Path(__file__).parent, Path(on_import.__file__).parent
+    here, first = Path(__file__).parent, Path(on_import.__file__).parent.parent
     if here != first:
         raise ImportError(
             f"ds_sparse is imported from {first}, and a process has one; use that one, or load the one in {here} "

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ds_sparse.config import BLOCK_KEY, DEFAULT_MODE, SparseAttentionConfigError, load_config, read_block
-from ds_sparse.extras import optional_imports
 from ds_sparse.integrations.flag import FLAG, KERNEL_EXCLUDED, TRANSFORMER_KERNEL
 from ds_sparse.sparsity import sparsity_modes
+from ds_sparse.tools.extras import optional_imports
 
 from . import child, machines
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from ds_sparse.config import SparseAttentionConfigError
 from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
-from ds_sparse.on_import import after_import
-from ds_sparse.ranks import rank
+from ds_sparse.tools.on_import import after_import
+from ds_sparse.tools.ranks import rank
 
 HEAD_START = 10
 """Seconds that a rank waits before it ends with an error that rank 0 says: DeepSpeed's launcher ends all ranks when the

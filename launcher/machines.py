@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from ds_sparse.extras import optional_imports
+from ds_sparse.tools.extras import optional_imports
 
 with optional_imports():
     from deepspeed.launcher import runner

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_sparse.extras import EXTRAS, optional_imports
+from ds_sparse.tools.extras import EXTRAS, optional_imports
 
 ROOT = Path(__file__).parents[1]
 ABSENT = (*EXTRAS, "accelerate", "pandas", "tqdm")
@@ -44,7 +44,7 @@ NEEDS = {
     "deepspeed": "ds_sparse.initialize",
     "transformers": "import ds_sparse.integrations.transformers",
     "matplotlib": "from ds_sparse.drawing import save_drawing; save_drawing(torch.eye(2), 16, 'a.png')",
-    "psutil": "from ds_sparse.extras import optional_imports\nwith optional_imports(): import psutil",
+    "psutil": "from ds_sparse.tools.extras import optional_imports\nwith optional_imports(): import psutil",
 }
 TRY = f"""
 for program in {list(NEEDS.values())}:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_sparse import memory
-from ds_sparse.memory import machine_memory, refuse_too_large
+from ds_sparse.tools import memory
+from ds_sparse.tools.memory import machine_memory, refuse_too_large
 
 CPU = torch.device("cpu")
 

@@ -40,7 +40,7 @@ import ds_sparse
 importlib.reload(ds_sparse)
 importlib.util.find_spec("transformers")
 print([name for name in ("torch", "transformers", "deepspeed", "matplotlib", "datasets") if name in sys.modules])
-print(sum(type(finder).__module__ == "ds_sparse.on_import" for finder in sys.meta_path))
+print(sum(type(finder).__module__ == "ds_sparse.tools.on_import" for finder in sys.meta_path))
 """
     assert output_of(code)[:2] == ["[]", "1"]
 
@@ -61,7 +61,7 @@ def test_each_action_for_a_module_runs_once(tmp_path):
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-from ds_sparse.on_import import after_import
+from ds_sparse.tools.on_import import after_import
 done = []
 def first(): done.append("first")
 def second(): done.append("second")

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from ds_sparse.wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
+from ds_sparse.tools.wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
 
 
 @pytest.mark.parametrize("value", ["a", 16, True, None, [1, "é"], {"a": 0.5}])

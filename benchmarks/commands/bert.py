@@ -12,9 +12,9 @@ import torch
 from benchmarks.models import attentions, bert_results, longest_sequence
 from benchmarks.models.reasons import NOT_TRIED
 from benchmarks.running import Entry, add_labelled_only, probability
-from ds_sparse.arguments import positive
 from ds_sparse.bench.command import add_shared, listed, one_of
 from ds_sparse.bench.registry import BF16_ON_A_GPU
+from ds_sparse.tools.arguments import positive
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -12,11 +12,11 @@ import torch
 from benchmarks.models import modernbert_results
 from benchmarks.peers import PACKAGES
 from benchmarks.running import Entry, add_labelled_only
-from ds_sparse.arguments import positive
 from ds_sparse.bench.attention import OURS
 from ds_sparse.bench.command import add_shared, listed, one_of
 from ds_sparse.bench.machine import versions
 from ds_sparse.bench.registry import BF16_ON_A_GPU
+from ds_sparse.tools.arguments import positive
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.models import sequence_results
 from benchmarks.running import Entry
-from ds_sparse.arguments import positive
 from ds_sparse.bench import cases
 from ds_sparse.bench.command import add_shared, listed, one_of
 from ds_sparse.bench.registry import BF16_ON_A_GPU
+from ds_sparse.tools.arguments import positive
 from ds_sparse.verify.torch_settings import cpu_threads
 
 

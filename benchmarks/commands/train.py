@@ -33,9 +33,9 @@ from benchmarks.train.results import (
     jobs_of,
 )
 from benchmarks.train.trainer import Experiment, Folder, Training, load
-from ds_sparse.arguments import positive
 from ds_sparse.bench.command import add_device_and_json, listed
 from ds_sparse.bench.reasons import in_short
+from ds_sparse.tools.arguments import positive
 
 MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
 

@@ -24,10 +24,10 @@ from ds_sparse.bench.cases import IN_BERT
 from ds_sparse.bench.documents import cu_seqlens_of, places_of
 from ds_sparse.bench.flex import of_scores
 from ds_sparse.bench.reasons import Unsupported
-from ds_sparse.extras import optional_imports
 from ds_sparse.layout import to_token_mask
 from ds_sparse.models.sparsify import sparsify
 from ds_sparse.modules.structured_attention import whole_blocks
+from ds_sparse.tools.extras import optional_imports
 from ds_sparse.verify.accuracy import require_as_accurate
 
 with optional_imports():

@@ -27,8 +27,8 @@ from benchmarks.models.step_profile import optimizer_range, profile_of
 from ds_sparse.bench.cases import IN_BERT
 from ds_sparse.bench.machine import GIB
 from ds_sparse.config.block import sparse_attention_block
-from ds_sparse.extras import optional_imports
 from ds_sparse.integrations.deepspeed import init_distributed, initialize
+from ds_sparse.tools.extras import optional_imports
 
 with optional_imports():
     import deepspeed

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ds_sparse.extras import optional_imports
+from ds_sparse.tools.extras import optional_imports
 
 from .genomes import (
     BOTH,

@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from benchmarks.models.attentions import DENSE_IN_BERT, STRUCTURES_IN_BERT
 from benchmarks.models.bert import require_layout
-from ds_sparse.extras import optional_imports
 from ds_sparse.models.sparsify import sparsify
 from ds_sparse.sparsity import SparsityConfig
+from ds_sparse.tools.extras import optional_imports
 
 from .results import DENSE, MODELS, Settings
 

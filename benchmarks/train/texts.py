@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_sparse.extras import optional_imports
+from ds_sparse.tools.extras import optional_imports
 
 from .results import Settings
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ..arguments import positive
+from ..tools.arguments import positive
 from .machine import DTYPES
 from .registry import SECONDS
 from .registry import operation as entry

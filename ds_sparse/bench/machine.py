@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from ..hardware import FOR_16_BITS, driver, features, processor
+from ..tools.hardware import FOR_16_BITS, driver, features, processor
 
 try:
     from tqdm import tqdm

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import reference
-from ..arguments import positive
-from ..block_sizes import BLOCK_SIZES
 from ..index import BlockIndex
 from ..layout import to_token_mask
 from ..ops import MatMul, Softmax
+from ..tools.arguments import positive
+from ..tools.block_sizes import BLOCK_SIZES
 from ..verify.accuracy import require_as_accurate
 from .bsr import NO_BACKWARD, bsr_operations
 from .command import NO_FLOOR, add_by_device, listed, one_of

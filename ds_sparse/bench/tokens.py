@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from ..arguments import positive
 from ..index import TokenIndex
 from ..ops import (
     gather_attention,
@@ -26,6 +25,7 @@ from ..ops import (
     torch_sparse_attention,
 )
 from ..ops.token_steps import weighted_sums
+from ..tools.arguments import positive
 from ..verify.accuracy import output_and_gradients
 from . import flex
 from .command import add_peers, add_sizes, listed, one_of

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .. import reference
-from ..arguments import positive
 from ..index import WindowIndex
 from ..ops import unwindow_matmul, window_attention, window_matmul, window_softmax
+from ..tools.arguments import positive
 from ..verify.accuracy import require_as_accurate
 from . import flex
 from .command import NO_FLOOR, add_peers, add_sizes, listed

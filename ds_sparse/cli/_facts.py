@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from .. import __version__, hardware
-from ..hardware import Gpu
-from ..wording import reason
+from .. import __version__
+from ..tools import hardware
+from ..tools.hardware import Gpu
+from ..tools.wording import reason
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "triton", "numpy")
 

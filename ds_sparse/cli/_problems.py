@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..hardware import Problem, driver_problem, gpu_problem
+from ..tools.hardware import Problem, driver_problem, gpu_problem
 from ._facts import Facts
 
 BUILD = "build ds_sparse again beside this torch: pip install --no-build-isolation --force-reinstall --no-deps ."

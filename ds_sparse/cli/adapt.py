@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import positive
+from ..tools.arguments import positive
 from . import _checkpoint
 
 if TYPE_CHECKING:

@@ -6,8 +6,6 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..arguments import positive
-from ..block_sizes import rounded_up
 from ..config import (
     BLOCK_KEY,
     DEFAULT_MODE,
@@ -23,7 +21,9 @@ from ..config import (
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import Draws, draws, why_unrepeatable
-from ..wording import printable, reason, show
+from ..tools.arguments import positive
+from ..tools.block_sizes import rounded_up
+from ..tools.wording import printable, reason, show
 
 _USUAL_LENGTH = 2048
 

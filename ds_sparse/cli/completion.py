@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..extras import optional_imports
+    from ..tools.extras import optional_imports
 
     try:
         with optional_imports():

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import positive
-from ..block_sizes import rounded_up
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
+from ..tools.arguments import positive
+from ..tools.block_sizes import rounded_up
 
 if TYPE_CHECKING:
     from ..config import LayerStructures
@@ -117,7 +117,7 @@ def _save_pictures(args: argparse.Namespace, sheets: list[Sheet]) -> None:
 
 def _save_page(args: argparse.Namespace, sheets: list[Sheet], read: dict[str, LayerStructures]) -> None:
     from ..drawing import save_page
-    from ..wording import listed
+    from ..tools.wording import listed
 
     short = {file: os.path.basename(file) for file in args.files}
     dense = [

@@ -12,7 +12,7 @@ from typing import Any
 from ..config import DEFAULT_MODE, STRUCTURE_ERRORS, describe, example_block, parse_sparse_attention, summary
 from ..sparsity import sparsity_class, sparsity_modes
 from ..sparsity._fields import json_fields, json_model
-from ..wording import did_you_mean, one_of, reason
+from ..tools.wording import did_you_mean, one_of, reason
 
 _BLOCKS = 24
 """Blocks in a row of a picture: few, and enough for the random blocks of every mode."""

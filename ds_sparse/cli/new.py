@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ..arguments import positive
-from ..block_sizes import rounded_up
 from ..config import BLOCK_KEY, DEFAULT_MODE, STRUCTURE_ERRORS, example_block, parse_sparse_attention
 from ..sparsity import sparsity_modes
-from ..wording import did_you_mean, one_of, printable, show
+from ..tools.arguments import positive
+from ..tools.block_sizes import rounded_up
+from ..tools.wording import did_you_mean, one_of, printable, show
 from .modes import read_mode
 
 _EXAMPLES = """\

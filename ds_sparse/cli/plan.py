@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import positive
+from ..tools.arguments import positive
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan

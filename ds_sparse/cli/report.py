@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ..wording import listed
+from ..tools.wording import listed
 from ._terminal import Terminal
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import positive
+from ..tools.arguments import positive
 from ._terminal import Terminal
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from ..sparsity import SparsityConfig, sparsity_class, sparsity_modes
 from ..sparsity._fields import class_defaults, json_fields, value_of
 from ..sparsity.draws import Draws, draws
-from ..wording import reason, show
+from ..tools.wording import reason, show
 from .file import BLOCK_KEY, LAYERS_KEY, Source, SparseAttentionConfigError, check_is_object, name_of
 from .reading import DEFAULT_MODE, NONE, STRUCTURE_ERRORS, Choice, Reading
 

@@ -15,11 +15,9 @@ import hjson
 from ..sparsity import sparsity_modes
 from ..sparsity._fields import json_fields
 from ..sparsity._registry import loaded_classes
-from ..wording import printable, reason, show, show_key
+from ..tools.wording import BLOCK_KEY, printable, reason, show, show_key
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
-
-BLOCK_KEY = "sparse_attention"
 
 LAYERS_KEY = "layers"
 """The key of a block that gives layers a structure of their own."""

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ..block_sizes import rounded_up
 from ..sparsity import SparsityConfig, SparsityWarning, sparsity_class, sparsity_modes
 from ..sparsity._fields import build, json_fields, json_model
 from ..sparsity._registry import loaded_classes
 from ..sparsity.declarations import Rule, rule_fields
 from ..sparsity.draws import random_numbers_kept
-from ..wording import did_you_mean, hint_of_text, list_modes, one_of, reason, show, show_key
+from ..tools.block_sizes import rounded_up
+from ..tools.wording import did_you_mean, hint_of_text, list_modes, one_of, reason, show, show_key
 from .file import BLOCK_KEY, LAYERS_KEY, SparseAttentionConfigError
 
 DEFAULT_MODE = "fixed"

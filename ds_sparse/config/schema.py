@@ -7,7 +7,7 @@ from typing import Any
 from ..sparsity import SparsityConfig
 from ..sparsity._fields import json_fields, json_model
 from ..sparsity._registry import loaded_classes
-from ..wording import list_modes
+from ..tools.wording import list_modes
 from .block import KEY_PATTERN
 from .file import BLOCK_KEY, LAYERS_KEY
 from .reading import DEFAULT_MODE, NONE, foreign_keys

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..wording import listed
+from ..tools.wording import listed
 from .implementations import ALL_DTYPES, IMPLEMENTATIONS, LIMITS, Call, Implementation, kind_of
 
 

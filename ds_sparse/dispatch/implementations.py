@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..block_sizes import BLOCK_SIZES
-from ..wording import listed
+from ..tools.block_sizes import BLOCK_SIZES
+from ..tools.wording import listed
 from .strides import readable_in_boxes
 
 TILE = 64

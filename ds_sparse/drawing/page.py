@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout_rows import LayoutRows
+from ..layout import LayoutRows
 from .changes import Changes
 from .pictures import head_name, require_writable
 from .walk import LARGEST, walks

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..extras import optional_imports
-from ..layout_rows import ROWS_AT_ONCE, LayoutRows, RowMaker
-from ..wording import listed
+from ..layout import ROWS_AT_ONCE, LayoutRows, RowMaker
+from ..tools.extras import optional_imports
+from ..tools.wording import listed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

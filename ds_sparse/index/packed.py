@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..dispatch import tile_heights
-from ..memory import refuse_too_large
+from ..tools.memory import refuse_too_large
 from .block import SIDES, BlockIndex, as_index
 from .cache import Refusal
 from .on_device import OnDevice

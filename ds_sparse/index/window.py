@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..block_sizes import BLOCK_SIZES
-from ..memory import refuse_too_large
 from ..native import instruction_set
-from ..wording import listed
+from ..tools.block_sizes import BLOCK_SIZES
+from ..tools.memory import refuse_too_large
+from ..tools.wording import listed
 from .block import BlockIndex
 from .on_device import OnDevice
 from .packed import Documents, index_of_square

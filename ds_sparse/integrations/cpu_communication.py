@@ -9,7 +9,7 @@ from types import ModuleType
 
 from torch import distributed
 
-from ..ranks import can_talk
+from ..tools.ranks import can_talk
 
 PAUSE = 0.1
 """Seconds. A free core needs microseconds; ranks may share one."""

@@ -26,16 +26,16 @@ from ..config import (
 )
 from ..config.block import layer_entries
 from ..config.file import name_of
-from ..extras import optional_imports
 from ..models.families import families
 from ..models.layers import AttentionLayers, attention_layers
 from ..models.sparsify import activate
 from ..models.structures import set_common_seeds
 from ..modules.layers import structure_of
-from ..notices import say_notices
-from ..ranks import is_launched, say
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import DEFAULTS, declared_value
+from ..tools.extras import optional_imports
+from ..tools.notices import say_notices
+from ..tools.ranks import is_launched, say
 from .cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
 from .deepspeed_sequence import autosp, parallelize, refuse, sequence_parallel_size
 from .flag import FLAG, is_on

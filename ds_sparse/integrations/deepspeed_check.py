@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 
 from ..config import STRUCTURE_ERRORS
-from ..extras import optional_imports
-from ..wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
+from ..tools.extras import optional_imports
+from ..tools.wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
 from .deepspeed_sequence import BATCH, DATA_KEY, KEY, autosp, wrong_size
 
 AUTO = "auto"

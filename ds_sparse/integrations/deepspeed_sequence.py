@@ -10,8 +10,8 @@ from typing import Any
 from torch import distributed, nn
 
 from ..config import SparseAttentionConfigError
-from ..ranks import say
-from ..wording import show
+from ..tools.ranks import say
+from ..tools.wording import show
 from .flag import FLAG
 
 KEY = "sequence_parallel_size"

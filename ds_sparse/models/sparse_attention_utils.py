@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import pad
 
 from ..modules.structure_argument import for_all_layers
-from ..ranks import say
 from ..sparsity import SparsityConfig
+from ..tools.ranks import say
 from .families import families
 from .families._plain import longest_sequence
 from .families.bing_bert import around

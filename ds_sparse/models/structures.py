@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..common_seed import set_common_seed
 from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError
 from ..config.block import beyond, seed_of
 from ..modules.multihead_attention import check_repeatable
 from ..modules.structure_argument import for_all_layers, read_structures
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
+from .common_seed import set_common_seed
 
 Wanted = SparsityConfig | Mapping[str, Any] | LayerStructures | None
 """A structure, a dict with the keys of the JSON block, or what has been read of one; None where none is asked for."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..modules.code_names import NO_MODELS
-from ..notices import say_notices
+from ..tools.notices import say_notices
 
 T = TypeVar("T")
 

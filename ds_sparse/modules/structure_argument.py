@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, read_block
-from ..notices import say_notices
 from ..sparsity import FixedSparsityConfig, SparsityConfig
-from ..wording import kind
+from ..tools.notices import say_notices
+from ..tools.wording import kind
 from .bert import check_num_heads
 from .structured_attention import is_structure
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import dropout, pad
 
-from ..block_sizes import rounded_up
 from ..index import BlockIndex, outside_transforms, unwrap_functorch
 from ..index.cache import KEPT, Cache, refuse_traced
 from ..index.master_layout import MasterLayout
@@ -19,11 +18,12 @@ from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
 from ..ops import MatMul, Softmax, block_sparse_attention
 from ..ops.operands import of_flash
 from ..ops.softmax import as_additive
-from ..ranks import from_rank_0, world_size
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import without_seed
-from ..wording import kind
+from ..tools.block_sizes import rounded_up
+from ..tools.ranks import from_rank_0, world_size
+from ..tools.wording import kind
 from .layout_buffer import LayoutBuffer
 
 IMPLEMENTATIONS = ("fused", "separate")

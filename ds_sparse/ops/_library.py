@@ -12,9 +12,9 @@ import torch
 
 from .. import _ops
 from .._ops import add_op_namespace_prefix
-from ..hardware import driver_problem, gpu_problem
 from ..index.transforms import refuse_jit_trace
 from ..layout import is_distributed
+from ..tools.hardware import driver_problem, gpu_problem
 
 CUDA_LIBRARY = getattr(_ops, "CUDA_LIBRARY", None) or Path(getattr(_ops, _ops.ops.name).__file__)
 """That of a build of kernel-builder, its only one, is a module of Python."""

@@ -6,13 +6,13 @@ from typing import Literal, overload
 
 import torch
 
-from ..block_sizes import BLOCK_SIZES
 from ..index import BlockIndex, PackedIndex, as_index
 from ..index.lookup import copy_of, index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.transforms import refuse_without_values
 from ..layout import with_heads
-from ..wording import listed
+from ..tools.block_sizes import BLOCK_SIZES
+from ..tools.wording import listed
 from .attention_function import attend
 from .call import AttentionCall
 from .operands import check_distance_bias, check_heads, of_flash

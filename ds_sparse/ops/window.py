@@ -7,7 +7,7 @@ import torch
 from .._ops import add_op_namespace_prefix, ops
 from ..dispatch import Call, choose, dtypes_on, forced_implementation
 from ..index.window_sizes import Numbers, of_heads
-from ..memory import refuse_too_large
+from ..tools.memory import refuse_too_large
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_dtype, check_inputs, check_scale, require_kernel, under_autocast
 from .operands import check_bias, key_bias_of, wide_dtype

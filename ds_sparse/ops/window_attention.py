@@ -10,7 +10,7 @@ from ..dispatch import forced_implementation
 from ..index import WindowIndex
 from ..index.lookup import index_of_window
 from ..index.window_sizes import Numbers, WindowNumbers, global_numbers, of_heads
-from ..wording import listed
+from ..tools.wording import listed
 from ._autograd import Function, differentiable_once
 from .attention_function import results_of_nothing
 from .call import AttentionCall

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..block_sizes import rounded_up
 from ..config import mode_of, read_block
 from ..dispatch import HOPPER_TILE, TILE
 from ..index.packing import MAX_LINES
@@ -20,7 +19,8 @@ from ..layout import causal_cut
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import random_numbers_kept
-from ..wording import reason
+from ..tools.block_sizes import rounded_up
+from ..tools.wording import reason
 from .model import Model
 
 FORWARD, BACKWARD = "forward", "backward"

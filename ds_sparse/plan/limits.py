@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..sparsity.declarations import declared_value
-from ..wording import listed
+from ..tools.wording import listed
 from .communication import ADAPTER_GBITS, NODE, crosses_nodes
 from .layers import Kind
 from .memory import LEFT_FREE

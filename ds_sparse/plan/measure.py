@@ -19,8 +19,8 @@ from torch import Tensor
 from ..bench import command
 from ..bench.cases import IN_BERT
 from ..bench.machine import DTYPES, conditions, in_turns, timed
-from ..extras import optional_imports
 from ..models.sparsify import sparsify
+from ..tools.extras import optional_imports
 from .fitting import DENSE_IN_BERT, LABELLED, NO_ATTENTION, BertStep, bert_model, from_files, rates_of
 from .limits import TOKENS_MEASURED
 from .operations import FP32, ITEM

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..wording import listed, reason, show
+from ..tools.wording import listed, reason, show
 
 
 @dataclass(frozen=True)

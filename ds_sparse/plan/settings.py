@@ -8,7 +8,7 @@ from typing import Any
 
 from ..integrations.deepspeed_sequence import KEY as RANKS
 from ..integrations.deepspeed_sequence import sequence_parallel_size
-from ..wording import listed, show
+from ..tools.wording import listed, show
 
 MICRO, TRAIN, STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
 BATCHES = MICRO, TRAIN, STEPS

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..bench.machine import in_three_digits
 from ..bench.runs import WIDTH
-from ..wording import listed
+from ..tools.wording import listed
 from .memory import GIB, LEFT_FREE, MOST_TOKENS
 from .plan import Plan
 from .settings import RANKS, Settings

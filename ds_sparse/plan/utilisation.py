@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bench.machine import in_three_digits
-from ..hardware import PEAKS_OF_16_BITS
+from ..tools.hardware import PEAKS_OF_16_BITS
 from .layers import in_whole_blocks, kinds_of, live_scores, spread
 from .model import Model
 from .settings import Settings

@@ -17,11 +17,11 @@ from ..index.transforms import outside_of_graphs, outside_transforms
 from ..layout import causal_cut, count_live, crop
 from ..modules.local_attention import LocalAttention
 from ..modules.structured_attention import StructuredAttention
-from ..notices import say_notices
 from ..ops._library import DTYPES, check_inputs, under_autocast
 from ..ops.operands import check_attention_operands, check_dropout, dropout_seed, dropout_seeded
 from ..ops.packed_operands import one_as_rows, rows_as_one
 from ..sparsity import SparsityConfig
+from ..tools.notices import say_notices
 from .deal import TOLERANCE, HeadDeal, deal_heads, received_of_heads
 from .exchange import Exchange, RanksOfSequence, heads_to_tokens, tokens_to_heads
 from .halo import BlockHalo, WindowHalo

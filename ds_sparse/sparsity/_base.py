@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ..memory import machine_memory
+from ..tools.memory import machine_memory
 from ._steps import RowStep
 from .declarations import DECLARED, DEFAULTS, Block, Rule, declared, declared_value
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..layout_rows import LayoutRows, RowMaker
+    from ..layout import LayoutRows, RowMaker
 
 
 def _on_cpu(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -252,7 +252,7 @@ class SparsityConfig:
         """
         import torch
 
-        from ..layout_rows import LayoutRows
+        from ..layout import LayoutRows
 
         if self.overrides_layout():
             return LayoutRows.of(self.make_bool_layout(seq_len))

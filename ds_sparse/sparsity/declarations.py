@@ -18,8 +18,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, ValidationError
 
-from ..block_sizes import BLOCK_SIZES
-from ..wording import listed
+from ..tools.block_sizes import BLOCK_SIZES
+from ..tools.wording import listed
 from ._docstring import with_fields
 
 DEFAULTS: dict[str, Any] = {"seed": None, "causal": False, "strict_causal": False}

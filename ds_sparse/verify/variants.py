@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..block_sizes import BLOCK_SIZES
 from ..dispatch import IMPLEMENTATIONS, Call, Implementation, dtypes_on
 from ..dispatch.implementations import ALL_DTYPES, LIMITS
+from ..tools.block_sizes import BLOCK_SIZES
 
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
 ONE_BLOCK, ONE_HEAD_DIM = (64,), (64,)

@@ -20,7 +20,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 import ds_sparse
 from ds_sparse.integrations.deepspeed_check import check_deepspeed_config
 from ds_sparse.plan.settings import BATCHES
-from ds_sparse.ranks import world_size
+from ds_sparse.tools.ranks import world_size
 
 from report import say
 

@@ -30,8 +30,8 @@ from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so i
 # isort: split
 import ds_sparse
 from ds_sparse.drawing import draw, save_drawing
-from ds_sparse.ranks import rank
 from ds_sparse.sparsity.declarations import declared_value
+from ds_sparse.tools.ranks import rank
 
 import checkpoints
 import dry_run

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from ds_sparse.plan.utilisation import MFU, TFLOPS, TOKENS, in_words
-from ds_sparse.ranks import from_rank_0, rank
+from ds_sparse.tools.ranks import from_rank_0, rank
 
 from files import write_atomically
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 from filelock import FileLock
 
-from ds_sparse.extras import optional_imports
+from ds_sparse.tools.extras import optional_imports
 
 from corpus import Corpus, cache_root, load_corpus, unwritable_cache
 from report import on_rank_0

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from ds_sparse.plan.model import Model, model_of_config
 from ds_sparse.plan.settings import BATCHES, Settings, read_settings
 from ds_sparse.plan.utilisation import StepWork
-from ds_sparse.ranks import world_size
+from ds_sparse.tools.ranks import world_size
 
 import checkpoints
 from data import PretrainingData

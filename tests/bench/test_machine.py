@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from ds_sparse import hardware
 from ds_sparse.bench import machine
+from ds_sparse.tools import hardware
 
 
 def test_rounds_are_in_turns_and_the_first_does_not_count():

@@ -18,7 +18,7 @@ from ds_sparse.cli import main
 from ds_sparse.cli._facts import Facts, Library, _state, gather, without_paths
 from ds_sparse.cli._problems import problems
 from ds_sparse.cli.report import lines
-from ds_sparse.hardware import Gpu
+from ds_sparse.tools.hardware import Gpu
 
 PACKAGE = Path(ds_sparse.__file__).parent
 H200 = Gpu("NVIDIA H200", "9.0", "143771 MiB")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from layout_pages import layout_of
 
 from ds_sparse.drawing.changes import Changes
-from ds_sparse.layout_rows import LayoutRows
+from ds_sparse.layout import LayoutRows
 from ds_sparse.sparsity import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,

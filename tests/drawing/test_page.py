@@ -7,7 +7,7 @@ import torch
 from layout_pages import data_of, layout_of
 
 from ds_sparse.drawing import Sheet, page, save_page
-from ds_sparse.layout_rows import LayoutRows
+from ds_sparse.layout import LayoutRows
 from ds_sparse.sparsity import BigBirdSparsityConfig, FixedSparsityConfig, LocalSlidingWindowSparsityConfig
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sparse.drawing import Sheet, draw, pictures, save_drawing, save_page, takes_ascii_only
-from ds_sparse.layout_rows import LayoutRows
+from ds_sparse.layout import LayoutRows
 from ds_sparse.sparsity import BigBirdSparsityConfig, FixedSparsityConfig
 
 modest = settings(deadline=None, derandomize=True, max_examples=60)

@@ -10,7 +10,7 @@ import torch
 from models.families.made import Fused, InTheManner, Loss
 
 import ds_sparse
-from ds_sparse import notices
+from ds_sparse.tools import notices
 
 BASE = {
     "train_batch_size": 2,

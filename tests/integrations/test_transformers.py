@@ -40,7 +40,7 @@ from ds_sparse.integrations.transformers import binding, functions
 from ds_sparse.layout import to_token_mask
 from ds_sparse.models.layers import attention_layers
 from ds_sparse.modules.structured_attention import StructuredAttention
-from ds_sparse.notices import _said
+from ds_sparse.tools.notices import _said
 
 BLOCK = 16
 SIZES_256 = MASKED["bert"]._replace(sizes=SIZES | {"max_position_embeddings": 256})

@@ -15,7 +15,7 @@ import ds_sparse
 from ds_sparse.integrations.transformers import functions, structure_of
 from ds_sparse.integrations.transformers.masks import refuse_other_masks
 from ds_sparse.layout import to_token_mask
-from ds_sparse.notices import _said
+from ds_sparse.tools.notices import _said
 
 BLOCK = 8
 STRUCTURES = {

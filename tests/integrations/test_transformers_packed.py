@@ -14,7 +14,7 @@ import ds_sparse
 from ds_sparse.index import PackedIndex, WindowIndex
 from ds_sparse.integrations.transformers import packing
 from ds_sparse.integrations.transformers.family_table import FAMILIES
-from ds_sparse.notices import _said
+from ds_sparse.tools.notices import _said
 
 BLOCK = 8
 MASKED = {

@@ -12,7 +12,8 @@ from fuzz.windows import product_case, softmax_case
 from helpers import DTYPES, as_view, assert_as_accurate, needs_gpu_memory, random, seeded
 
 import ds_sparse
-from ds_sparse import memory, reference, unwindow_matmul, window_matmul, window_softmax
+from ds_sparse import reference, unwindow_matmul, window_matmul, window_softmax
+from ds_sparse.tools import memory
 
 HALVES = (torch.float16, torch.bfloat16)
 OPERATORS = ("window_matmul", "unwindow_matmul", "window_softmax_forward", "window_softmax_backward")

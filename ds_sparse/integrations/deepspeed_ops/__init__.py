@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import ANY_NUM_HEADS, BLOCK_KEY, DEFAULT_MODE, load_config, parse_sparse_attention
-from ...extras import optional_imports
+from ...tools.extras import optional_imports
 
 with optional_imports():
     import deepspeed

@@ -5,7 +5,7 @@ of the JSON block, which is saved and loaded with the config. No module and no k
 dense model's.
 """
 
-from ...extras import optional_imports
+from ...tools.extras import optional_imports
 
 with optional_imports():
     import transformers

@@ -21,7 +21,7 @@ from ...config import BLOCK_KEY, LayerStructures
 from ...models.report import NULL, Kind, describe
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention
-from ...notices import say_notices
+from ...tools.notices import say_notices
 from ..transformers_family import NAME, layers_by_model, models_around, through_interface
 from .binding import (
     CONFIG_KEYS,

@@ -23,7 +23,7 @@ from ...modules.structured_attention import StructuredAttention, whole_blocks
 from ...sparsity import SparsityConfig
 from ...sparsity.declarations import declared_value
 from ...sparsity.draws import Draws, draws, why_unrepeatable
-from ...wording import show
+from ...tools.wording import show
 from ..transformers_family import NAME
 
 MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"

@@ -20,9 +20,9 @@ from ...models.position_table import base_model, kind_without_table, position_ta
 from ...models.report import SparsifyReport
 from ...models.sparse_attention_utils import SparseAttentionUtils
 from ...models.sparsify import sparsify
-from ...ranks import say
 from ...sparsity import SparsityConfig
-from ...wording import reason
+from ...tools.ranks import say
+from ...tools.wording import reason
 from .converters import CONVERTERS
 
 _MODULES = "modules.json"

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...block_sizes import BLOCK_SIZES
 from ...models.position_table import position_table, reserved_rows
-from ...ranks import say
-from ...wording import listed
+from ...tools.block_sizes import BLOCK_SIZES
+from ...tools.ranks import say
+from ...tools.wording import listed
 
 _LED_NAMES = {
     **{f".longformer_self_attn.{name}.": f".{name[0]}_proj." for name in ("query", "key", "value")},

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...index.packed import Documents
 from ...models.position_table import base_model, position_table, reserved_rows
-from ...notices import say_notices
+from ...tools.notices import say_notices
 from ..transformers_family import NAME, pretrained_model_around
 from .masks import hides_nothing
 

@@ -7,6 +7,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+BLOCK_KEY = "sparse_attention"
+"""The key of the block in a DeepSpeed JSON."""
+
 LONGEST = 80
 """Characters of a value in a sentence; of a longer one the beginning is shown."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from .ranks import can_talk, from_rank_0, say, world_size
-from .sparsity import SparsityConfig
-from .sparsity.declarations import declare, declared_value
-from .sparsity.draws import Draws, draws, why_unrepeatable
+from ..sparsity import SparsityConfig
+from ..sparsity.declarations import declare, declared_value
+from ..sparsity.draws import Draws, draws, why_unrepeatable
+from ..tools.ranks import can_talk, from_rank_0, say, world_size
 
 
 def set_common_seed(structure: SparsityConfig, seed: int | None = None) -> None:

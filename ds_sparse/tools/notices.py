@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .config import BLOCK_KEY
 from .ranks import say
+from .wording import BLOCK_KEY
 
 _said: set[str] = set()
 

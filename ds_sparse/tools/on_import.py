@@ -30,10 +30,10 @@ def after_import(module: str, name: str, action: Callable[[], None]) -> None:
 
 
 def _register() -> None:
-    import_module("ds_sparse.integrations.transformers_family")
+    import_module("..integrations.transformers_family", __package__)
     version = getattr(sys.modules.get("transformers"), "__version__", "0")
     if int(version.split(".")[0]) >= 5:  # for older ones the module below has a sentence, where it is asked for
-        import_module("ds_sparse.integrations.transformers")
+        import_module("..integrations.transformers", __package__)
 
 
 class _Watch:
