@@ -79,6 +79,8 @@ def kinds(device: str) -> dict[str, Kind]:
     few, many, each = {"offset": 62}, {"offset": 35}, {"offset": torch.tensor([9, 41])}
     near = torch.arange(2 * 80 - 1).expand(2, -1) % 7 != torch.tensor([[2], [3]])  # distances that count, by head
     mask = torch.rand(2, 1, TOKENS, TOKENS, generator=seeded(8)) < 0.6
+    late = torch.zeros(1, 2 * TOKENS - 1)
+    late[:, TOKENS - 6 :] = -math.inf  # the last keys are hidden from all queries, but not from what fills their block
     of_few, bias = torch.rand(2, 2, 5, TOKENS, generator=seeded(8)) < 0.6, {"distance_bias": added(near)}
     return {
         "blocks": Kind(on_blocks(device), key_heads=1),
@@ -87,6 +89,7 @@ def kinds(device: str) -> dict[str, Kind]:
         "float key_padding_mask": Kind(on_blocks(device, {"key_padding_mask": added(KEPT)})),
         "attn_mask": Kind(on_blocks(device, {"attn_mask": mask})),
         "distance_bias": Kind(on_blocks(device, bias)),
+        "hidden by distance": Kind(on_blocks(device, {"distance_bias": late})),
         "dropout": Kind(on_blocks(device, {"key_padding_mask": KEPT}, dropout_p=0.3)),
         "few at an offset": Kind(on_blocks(device, **few), queries=5, key_heads=1),
         "few, causal, at offsets": Kind(on_blocks(device, causal=True, **each), queries=5, key_heads=1),
@@ -168,7 +171,10 @@ def test_what_is_not_finite_stays_with_the_rows_that_see_it(device: str, kind: s
         hold(planted, device)
 
 
-@pytest.mark.parametrize("kind", ["key_padding_mask", "float key_padding_mask", "dropout", "window with padding"])
+PADDED = ["key_padding_mask", "float key_padding_mask", "dropout", "window with padding", "hidden by distance"]
+
+
+@pytest.mark.parametrize("kind", PADDED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_behind_a_key_padding_mask(device: str, kind: str, dtype: torch.dtype):
     """Every masked key may hold anything: no row changes, and its own gradients are zero."""
