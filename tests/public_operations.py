@@ -70,6 +70,7 @@ def of_blocks(device: str, masks: str, prepared: bool) -> dict[str, Operation]:
     # Moved layouts are new tensors: their indices are built while a transform is at work.
     layout: Any = BlockIndex.build(LAYOUT, 8).to(device) if prepared else LAYOUT.to(device)
     causal = layout.causal() if prepared else layout
+    _ = layout.row_lengths if prepared else None  # which the gradient of distance_bias takes
     row = PackedIndex.build(LAYOUT, CU_SEQLENS, 8, device=device).prepared(causal=True) if prepared else layout
     padding, cu_seqlens = PADDING.to(masks), CU_SEQLENS.to(device)
     with warnings.catch_warnings():
