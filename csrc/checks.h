@@ -198,9 +198,9 @@ inline void check_attention_bias(
 inline void check_distance_bias(const Tensor& x, const Tensor& query, const Tensor& key) {
   const int64_t least = 2 * std::max(query.size(2), key.size(2)) - 1;
   check(
-      x.size(0) == 1 || x.size(0) == query.size(1),
-      "rpe by distance has " + std::to_string(x.size(0)) + " heads, where the scores have " +
-          std::to_string(query.size(1)) + ".");
+      x.size(0) == 1 || x.size(0) == query.size(1), "rpe by distance has " + std::to_string(x.size(0)) +
+                                                        " heads, where the scores have " +
+                                                        std::to_string(query.size(1)) + ".");
   check(
       x.size(1) % 2 == 1 && x.size(1) >= least, "rpe by distance has " + std::to_string(x.size(1)) +
                                                     " numbers a head; it has to be odd and at least " +

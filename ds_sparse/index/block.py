@@ -325,7 +325,7 @@ class BlockIndex(OnDevice):
         if "row_lengths" not in self._made:
             what = "The live blocks of rows, which the gradient of distance_bias takes, cannot be counted"
             self._refuse_to_make("read index.row_lengths once before, which keeps it.", what)
-            self._made["row_lengths"] = self.lists.row_offsets.diff().tolist()
+            self._made["row_lengths"] = self._count_rows()
         return self._made["row_lengths"]
 
     def layout(self) -> torch.Tensor:
@@ -409,6 +409,10 @@ class BlockIndex(OnDevice):
     @outside_transforms
     def _make_causal(self) -> BlockIndex:
         return self._of(causal_cut(self.layout()), self.block, self.num_heads)
+
+    @outside_transforms
+    def _count_rows(self) -> list[int]:
+        return self.lists.row_offsets.diff().tolist()
 
     @outside_transforms
     def _make_lists(self) -> Lists:

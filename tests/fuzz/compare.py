@@ -48,7 +48,9 @@ def check(case: Case, device: str) -> Outcome:
 
 def _check(case: Case, device: str) -> Outcome:
     leaves = {name: on_device(x, device).requires_grad_(name in case.wanted) for name, x in case.tensors.items()}
-    memory: AbstractContextManager = poisoned_memory() if case.poisoned else nullcontext()
+    # torch 2.11 raises in that operation's backward pass under deterministic algorithms, which poisoning takes.
+    poisoned = case.poisoned and not (case.operation == "torch_sparse_attention" and device == "cuda")
+    memory: AbstractContextManager = poisoned_memory() if poisoned else nullcontext()
     exact_leaves = {
         name: (x if x.dtype == torch.bool else without(case, name, x.detach().double()))
         .clone()

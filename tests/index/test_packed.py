@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_sparse import BlockIndex, PackedIndex, WindowIndex, memory
+from ds_sparse import BlockIndex, PackedIndex, WindowIndex
 from ds_sparse.index.packed import Documents
 from ds_sparse.index.window import index_of_row
+from ds_sparse.tools import memory
 
 CU_SEQLENS = torch.tensor([0, 20, 20, 36, 41], dtype=torch.int32)
 LAYOUT = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_sparse import block_sparse_attention, hardware, native
+from ds_sparse import block_sparse_attention, native
+from ds_sparse.tools import hardware
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
