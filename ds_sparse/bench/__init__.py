@@ -22,5 +22,6 @@ def sentence_of_clone(operation: str) -> str:
     """Says which program measures, and shows, what the installed package does not."""
     return (
         f"{operation} compares models, by a program that is not installed: in a clone of ds_sparse run `python -m "
-        f"benchmarks {operation} ...`, with the same options; `python -m benchmarks show FILE` shows what it wrote."
+        f"benchmarks {operation} ...`, with --help for its options; `python -m benchmarks show FILE` shows what it "
+        "wrote."
     )

@@ -63,7 +63,10 @@ def parse(operation: str, arguments: list[str], is_recorded: bool = False) -> ar
             setattr(args, name, defaults[args.device])
     for name in getattr(args, "peers", None) or ():
         if args.known_peers and name not in args.known_peers and not is_recorded:
-            parser.error(f"argument --peers: {name!r} is not one of {', '.join(args.known_peers)}")
+            parser.error(
+                f"argument --peers: {name!r} is not one of {', '.join(args.known_peers)}; in a clone of ds_sparse "
+                "`python -m benchmarks` has those of other packages"
+            )
     return args
 
 

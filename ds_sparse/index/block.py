@@ -324,7 +324,9 @@ class BlockIndex(OnDevice):
         """The live blocks of each block row, L * R numbers on the host; asking for them first synchronises once."""
         if "row_lengths" not in self._made:
             what = "The live blocks of rows, which the gradient of distance_bias takes, cannot be counted"
-            self._refuse_to_make("read index.row_lengths once before, which keeps it.", what)
+            self._refuse_to_make(
+                "read index.row_lengths once before, for causal calls index.causal().row_lengths.", what
+            )
             self._made["row_lengths"] = self._count_rows()
         return self._made["row_lengths"]
 

@@ -112,7 +112,7 @@ class Cache(Generic[Kept]):
         build: Callable[[], Kept],
         refusal: Refusal | None = None,
         device: torch.device = CPU,
-        owners: Sequence[object] = (),
+        owners: Sequence[object] | None = None,
     ) -> Kept:
         """The value of a key, built when it is first asked for, outside transforms, which it outlives.
 
@@ -128,6 +128,9 @@ class Cache(Generic[Kept]):
             if refusal is not None:
                 refuse_traced(refusal.what, refusal.if_traced)
             return build()
+        if owners is not None and len(owners) == 0:
+            return _built(build)  # made of what is refused, or cannot be looked at again
+        owners = owners or ()
         if owners:
             key = (key, *map(id, owners))
         with _lock:

@@ -110,6 +110,10 @@ class StructuredAttention:
         self._awaits_other_ranks = without_seed(sparsity_config)
         self.synchronize_layout()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._parts = Cache(KEPT + self.sparsity_config.num_heads)  # pickles of 0.1.0 have a dictionary
+
     @property
     def layout(self) -> torch.Tensor:
         """The layout for `max_seq_length` tokens: bool (H, R, R), H = 1 when all heads are equal. A copy at each call,

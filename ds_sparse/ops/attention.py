@@ -200,8 +200,8 @@ def block_sparse_attention(
         return packed_attention(given, layout, cu_seqlens, document_layout, block, return_lse)
     call = AttentionCall.checked(query, key, value, *options)
     query, key = call.query, call.key
-    if isinstance(layout, torch.Tensor):
-        refuse_without_values("The layout", layout)
+    if not isinstance(layout, BlockIndex | MasterLayout):
+        refuse_without_values("The layout", with_heads(layout))
     # Meta tensors take an index with values, which FLOP counters ask for.
     device = layout.device if query.is_meta else query.device
     keys, last = key.shape[2], query.shape[2] - 1

@@ -22,7 +22,7 @@ from .live_dropout import STEPS, kept_on_blocks, threshold_of
 from .matmul import allow_tf32
 from .operands import as_added, raised, wide_dtype
 
-DISTANCE_OPERATORS = ("distance_bias_backward", "layout_distance_bias_backward")
+DISTANCE_OPERATORS = ("block_attention_distance_backward", "layout_attention_distance_backward")
 
 SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}
 """Scores that are held at a time: some tens of MB, on a GPU some hundreds. Not fewer than those of one block row."""
@@ -66,9 +66,9 @@ class _Operands(NamedTuple):
 def distance_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
     """The gradient of rpe by distance, of what `attention_bias_backward` takes."""
     if isinstance(index, MasterLayout):
-        return ops.layout_distance_bias_backward(*call, index.text)
+        return ops.layout_attention_distance_backward(*call, index.text)
     lengths = index.row_lengths  # asked first, as they say what to do where they cannot be had
-    return ops.distance_bias_backward(
+    return ops.block_attention_distance_backward(
         *call, index.row_offsets, index.row_columns, lengths, index.layout_heads, index.block
     )
 
@@ -80,26 +80,26 @@ _SAVED = (
 )
 _operators = torch.library.Library(ops.name, "FRAGMENT")
 _operators.define(
-    f"distance_bias_backward({_SAVED}, Tensor row_offsets, Tensor row_columns, int[] row_lengths, int layout_heads, "
-    "int block) -> Tensor"
+    f"block_attention_distance_backward({_SAVED}, Tensor row_offsets, Tensor row_columns, int[] row_lengths, "
+    "int layout_heads, int block) -> Tensor"
 )
-_operators.define(f"layout_distance_bias_backward({_SAVED}, str layout) -> Tensor")
+_operators.define(f"layout_attention_distance_backward({_SAVED}, str layout) -> Tensor")
 
 
-@torch.library.impl(_operators, "layout_distance_bias_backward", "CompositeExplicitAutograd")
+@torch.library.impl(_operators, "layout_attention_distance_backward", "CompositeExplicitAutograd")
 def _(*call):
     *given, text = call
     query, causal = given[2], given[-2]
     return distance_bias_backward(MasterLayout.read(text).index(query.shape[2], query.device, causal), *given)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("distance_bias_backward"))
-@torch.library.register_fake(add_op_namespace_prefix("layout_distance_bias_backward"))
+@torch.library.register_fake(add_op_namespace_prefix("block_attention_distance_backward"))
+@torch.library.register_fake(add_op_namespace_prefix("layout_attention_distance_backward"))
 def _(grad_output, grad_lse, query, key, value, output, rows, distances, *_):
     return distances.new_empty(distances.shape, dtype=wide_dtype(query.dtype))
 
 
-@torch.library.impl(_operators, "distance_bias_backward", "CompositeExplicitAutograd")
+@torch.library.impl(_operators, "block_attention_distance_backward", "CompositeExplicitAutograd")
 def _(*call):
     given: Any = (*call[:-5], Blocks(*call[-5:]))
     return distance_bias_gradient(*given)

@@ -161,7 +161,10 @@ def check_bias(
         )
     if x.dim() not in dims or not broadcasts(x.shape, full):
         shapes = " or ".join(str(full[-n:]) for n in dims)
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shapes}, where any dimension may be 1.")
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; it has to be {shapes}, where any dimension may be 1."
+            + of_flash(query, query_name == "query" and x.shape[-1:] == query.shape[1:2] != query.shape[2:3])
+        )
 
 
 def check_distance_bias(

@@ -150,7 +150,7 @@ LEAST_SCALE = 1e-6
 
 
 def is_read_in_place(index: PackedIndex, query: Tensor, scale: float, dropout_p: float) -> bool:
-    """Whether there is a kernel that reads these documents, (1, H, T, D), where they lie."""
+    """True where a kernel reads these documents, (1, H, T, D), where they lie."""
     return scale > LEAST_SCALE and dropout_p == 0 and implementation_for(index.blocks, query).name == "hopper"
 
 

@@ -191,7 +191,7 @@ def from_files(paths: Iterable[Path]) -> Results:
         found = replace(found, machine=machine)
         if run.operation not in kinds:
             raise ValueError(
-                f"{path}: is of `ds_sparse bench {run.operation}`; rates come from `attention`, `bert` and `sequence`."
+                f"{path}: is of the operation {run.operation!r}; rates come from `attention`, `bert` and `sequence`."
             )
         kind, rows = kinds[run.operation]
         try:

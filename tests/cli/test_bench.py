@@ -42,4 +42,7 @@ def test_what_a_clone_measures_is_named_with_its_program(operation):
     command = [sys.executable, "-m", "ds_sparse", "bench", operation, "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and not done.stdout
-    assert f"in a clone of ds_sparse run `python -m benchmarks {operation} ...`, with the same options" in done.stderr
+    assert (
+        f"in a clone of ds_sparse run `python -m benchmarks {operation} ...`, with --help for its options"
+        in done.stderr
+    )

@@ -1084,3 +1084,12 @@ def test_pictures_and_text_of_a_dense_layout_give_what_the_untouched_model_gives
         logits.sin().sum().backward()
         found.append((logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("switch", "_check_is_switched"), ("trial", "Window"), ("distances", "_make")]
+)
+def test_pickles_of_models_that_the_first_release_made_sparse_find_what_they_name(module: str, name: str):
+    place = f"ds_sparse.integrations.transformers.{module}"
+    found = pickle.loads(f"c{place}\n{name}\n.".encode())
+    assert found.__name__ == name

@@ -716,3 +716,10 @@ def test_errors_say_what_is_wanted(call, error, sentence):
 def test_its_repr_names_the_structure():
     module = SparseSelfAttention(FixedSparsityConfig(num_heads=4), max_seq_length=64)
     assert repr(module) == "SparseSelfAttention(FixedSparsityConfig, num_heads=4, block=16, max_seq_length=64)"
+
+
+def test_parts_of_a_module_that_the_first_release_pickled_are_made_anew():
+    attention = SparseSelfAttention(FixedSparsityConfig(num_heads=2, block=16), max_seq_length=64).attention
+    attention._parts = {}  # which it had in the place of the cache
+    copied = pickle.loads(pickle.dumps(attention))
+    assert copied.of_heads((1,)).sparsity_config.num_heads == 1

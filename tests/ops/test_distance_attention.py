@@ -77,7 +77,7 @@ def test_memory_is_linear_in_tokens(monkeypatch):
         with seen:
             return distance_gradient.distance_bias_gradient(*call[:-5], distance_gradient.Blocks(*call[-5:]))
 
-    ops = SimpleNamespace(distance_bias_backward=watched, matmul_sdd=torch.ops.ds_sparse.matmul_sdd)
+    ops = SimpleNamespace(block_attention_distance_backward=watched, matmul_sdd=torch.ops.ds_sparse.matmul_sdd)
     monkeypatch.setattr(distance_gradient, "ops", ops)
     with seen:
         block_sparse_attention(query, key, value, index, distance_bias=bias).sum().backward()
@@ -125,7 +125,7 @@ def test_packed_documents_refuse_it():
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.0])
-@pytest.mark.parametrize("operator", ["distance_bias_backward", "layout_distance_bias_backward"])
+@pytest.mark.parametrize("operator", ["block_attention_distance_backward", "layout_attention_distance_backward"])
 def test_opcheck_and_flops_of_the_gradient_of_distances(device: str, operator: str, dropout_p: float):
     master = MasterLayout(torch.rand(2, 5, 5, generator=seeded()) < 0.5, BLOCK)
     query, key, value, bias = (x.detach() for x in operands(device))

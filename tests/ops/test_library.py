@@ -66,7 +66,7 @@ def test_every_operator_of_the_schema_is_listed():
     }
     ways = ("forward", "backward", "bias_backward")
     in_python = {f"layout_attention_{way}" for way in ways} | {"layout_distance_forward", "window_order"}
-    in_python |= {"distance_bias_backward", "layout_distance_bias_backward"}
+    in_python |= {"block_attention_distance_backward", "layout_attention_distance_backward"}
     in_python |= {"window_numbers_forward", "window_numbers_backward"}
     assert registered == {*_library.OPERATORS, *_library.HOPPER_OPERATORS, *in_python}
 

@@ -322,3 +322,12 @@ def test_under_compile_it_is_refused():
     )
     with pytest.raises(RuntimeError, match="query_offset cannot be read under torch.compile"):
         compiled(x)
+
+
+def test_what_is_no_layout_is_said_at_an_offset_and_of_meta_tensors_too():
+    query = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(TypeError, match="A layout is a torch tensor of 0s and 1s, got list"):
+        block_sparse_attention(query, query, query, [[1]], block=16, query_offset=0)
+    query = query.to("meta")
+    with pytest.raises(TypeError, match="A layout is a torch tensor of 0s and 1s, got list"):
+        block_sparse_attention(query, query, query, [[1]], block=16)

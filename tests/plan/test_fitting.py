@@ -71,7 +71,7 @@ def test_what_gives_no_rates_is_a_sentence(tmp_path, results):
             [COMMITTED / "bert-h200.json", tmp_path / "b200.json"],
             "is of NVIDIA B200, and the files before it of",
         ),
-        ([COMMITTED / "window-h200.json"], r"window-h200.json: is of `ds_sparse bench window`; rates come from"),
+        ([COMMITTED / "window-h200.json"], "window-h200.json: is of the operation 'window'; rates come from"),
         ([tmp_path / "odd.json"], r"odd.json: seq_len of a bertstep: Input should be a valid integer"),
     ):
         with pytest.raises(ValueError, match=sentence):

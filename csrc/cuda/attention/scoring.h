@@ -50,7 +50,7 @@ struct Bias {
   }
 };
 
-// Below it exponents do not take the scale with them. `packed_in_place.py` has it, too.
+// Below it exponents do not take the scale with them. `packed_attention.py` has it, too.
 constexpr float kLeastPlainScale = 1e-6f;
 
 // Tokens from `first` to `end` - 1; `first` is at most `end`.

@@ -5,6 +5,8 @@ of the JSON block, which is saved and loaded with the config. No module and no k
 dense model's.
 """
 
+import sys
+
 from ...tools.extras import optional_imports
 
 with optional_imports():
@@ -17,12 +19,17 @@ if int(transformers.__version__.split(".")[0]) < 5:
     )
 
 from ..transformers_family import NAME
+from . import activation, binding
 from .activation import OwnConfigs, Switch, give_own_configs
 from .binding import MAX_SEQ_LENGTH_KEY, number_of, structure_of
 from .compatibility import roles, why_not
 from .functions import attention
 from .masks import key_padding_mask
 from .sequence import sequence_parallel
+
+# Pickles of models that 0.1.0 made sparse name these modules.
+for _name, _module in (("switch", activation), ("trial", binding), ("distances", binding)):
+    sys.modules[f"{__name__}.{_name}"] = _module
 
 __all__ = [
     "MAX_SEQ_LENGTH_KEY",
