@@ -119,7 +119,8 @@ class Cache(Generic[Kept]):
         Args:
             refusal: raised where it would have to be built in a trace, or for the device in a capture.
             owners: objects that it is made of, tensors among them. It is kept as long as all live and no tensor is
-                changed, as far as `Contents` can tell, which a trace cannot.
+                changed, as far as `Contents` can tell, which a trace cannot; not at all where there are none. None: it
+                is made of the key alone.
         """
         if torch.compiler.is_compiling():
             # A trace changes no cache.
@@ -128,23 +129,22 @@ class Cache(Generic[Kept]):
             if refusal is not None:
                 refuse_traced(refusal.what, refusal.if_traced)
             return build()
-        if owners is not None and len(owners) == 0:
-            return _built(build)  # made of what is refused, or cannot be looked at again
-        owners = owners or ()
-        if owners:
-            key = (key, *map(id, owners))
+        given = owners or ()
+        if given:
+            key = (key, *map(id, given))
         with _lock:
             entry = self._entries.get(key)
-            if entry is None or (owners and not entry.is_of(owners)):
+            if entry is None or (given and not entry.is_of(given)):
                 if refusal is not None:
                     refusal.check(device)
-                if not all(can_tell(x) for x in owners if isinstance(x, Tensor)):
+                nothing_tells = owners is not None and not given
+                if nothing_tells or not all(can_tell(x) for x in given if isinstance(x, Tensor)):
                     return _built(build)
                 # Before the value is built: what is written meanwhile is seen at the next look.
-                contents = [Contents(x) if isinstance(x, Tensor) else None for x in owners]
+                contents = [Contents(x) if isinstance(x, Tensor) else None for x in given]
                 value = _built(build)
                 # Without the lock: it may be called anywhere, as where a thread that makes an index is waited for.
-                refs = [WeakIdRef(x, lambda _: self._entries.pop(key, None)) for x in owners]
+                refs = [WeakIdRef(x, lambda _: self._entries.pop(key, None)) for x in given]
                 self._entries.pop(key, None)
                 entry = self._entries[key] = _Entry(value, refs, contents)
                 while len(self._entries) > 1 and (len(self._entries) > self.most or memory_of(self) > BYTES):

@@ -103,7 +103,8 @@ def _index(text: str, query: torch.Tensor, causal: bool) -> BlockIndex:
 
 @torch.library.register_fake(add_op_namespace_prefix("block_attention_forward"))
 @torch.library.register_fake(add_op_namespace_prefix("layout_attention_forward"))
-def _(query, *_):
+def fake_forward(query, *_):
+    """Shapes and dtypes of output, lse and the saved statistics of rows."""
     shape, dtype = query.shape[:3], wide_dtype(query.dtype)
     return empty_as(query), query.new_empty(shape, dtype=dtype), query.new_empty((*shape, 2), dtype=dtype)
 

@@ -7,8 +7,7 @@ from torch.nn.functional import pad
 
 from .._ops import add_op_namespace_prefix, ops
 from ..index.master_layout import MasterLayout
-from .attention_operators import attention_forward
-from .operands import empty_as, wide_dtype
+from .attention_operators import attention_forward, fake_forward
 
 EARLIER_OPERATORS = ("layout_distance_forward",)
 
@@ -36,7 +35,4 @@ def _(query, key, value, distances, key_bias, attn_mask, seed, scale, causal, dr
     return tuple(x.flip(2) for x in results)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("layout_distance_forward"))
-def _(query, *_):
-    shape, dtype = query.shape[:3], wide_dtype(query.dtype)
-    return empty_as(query), query.new_empty(shape, dtype=dtype), query.new_empty((*shape, 2), dtype=dtype)
+torch.library.register_fake(add_op_namespace_prefix("layout_distance_forward"), fake_forward)

@@ -8,7 +8,8 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix, ops
 from ..index.token_tiles import TokenTiles
 from ._autograd import Function, differentiable_once
-from .operands import empty_as, lists_of_tiles, readable, wide_dtype
+from .attention_operators import fake_forward
+from .operands import empty_as, lists_of_tiles, readable
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor]:
@@ -45,10 +46,7 @@ class _TiledAttention(Function):
         return *grads, None, None
 
 
-@torch.library.register_fake(add_op_namespace_prefix("token_tiles_forward"))
-def _(query, key, value, row_lines, row_entries, row_units, row_cuts, row_pairs, layout_heads, scale):
-    shape, wide = query.shape[:3], wide_dtype(query.dtype)
-    return empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
+torch.library.register_fake(add_op_namespace_prefix("token_tiles_forward"), fake_forward)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("token_tiles_backward"))

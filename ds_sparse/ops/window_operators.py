@@ -13,8 +13,8 @@ from .._ops import add_op_namespace_prefix, ops
 from ..index import WindowIndex
 from ..index.lookup import index_of_window
 from ..index.window_sizes import WindowNumbers
-from .attention_operators import implementation_for
-from .operands import empty_as, lists_of_tiles, wide_dtype
+from .attention_operators import fake_forward, implementation_for
+from .operands import empty_as, lists_of_tiles
 
 NUMBERS_OPERATORS = ("window_numbers_forward", "window_numbers_backward")
 
@@ -97,11 +97,8 @@ def _index(query: Tensor, *lists) -> WindowIndex:
     return index_of_window(query.shape[2], WindowNumbers.of(*lists), query.device).ready()
 
 
-@torch.library.register_fake(add_op_namespace_prefix("window_attention_forward"))
-@torch.library.register_fake(add_op_namespace_prefix("window_numbers_forward"))
-def _(query, *_):
-    shape, wide = query.shape[:3], wide_dtype(query.dtype)
-    return empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
+torch.library.register_fake(add_op_namespace_prefix("window_attention_forward"), fake_forward)
+torch.library.register_fake(add_op_namespace_prefix("window_numbers_forward"), fake_forward)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("window_attention_backward"))
