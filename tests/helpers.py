@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -276,3 +277,15 @@ def assert_as_accurate(
 def rounding(dtype: torch.dtype) -> float:
     """The error, relative to the largest value, that `assert_as_accurate` allows where PyTorch is exact."""
     return {torch.float64: 1e-12, torch.float32: 4 * 2**-23}.get(dtype, torch.finfo(dtype).eps)
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of the tables of a text, after it was seen that each is as wide as its heading."""
+    tables = re.findall(r"(?:^\|.*\|\n)+", f"{text}\n", re.MULTILINE)
+    rows = []
+    for table in tables:
+        heading, line, *body = [[cell.strip() for cell in row[1:-1].split("|")] for row in table.splitlines()]
+        assert line == ["---"] * len(heading)
+        assert body and all(len(row) == len(heading) for row in body)
+        rows += body
+    return rows

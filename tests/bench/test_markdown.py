@@ -1,9 +1,9 @@
 """Tables for pages: they are well-formed, and say what the rows say."""
 
 import argparse
-import re
 
 import pytest
+from helpers import cells
 
 from ds_sparse.bench import markdown, matmul, packed, tokens, window
 from ds_sparse.bench.cases import Case
@@ -85,18 +85,6 @@ RESULTS = {
         for sparsity, pairs, ms in ((0.9, 100_000, 2.0), (0.99, 10_000, 0.5))
     ],
 }
-
-
-def cells(text):
-    """The rows of the tables of a text, after it was seen that each is as wide as its heading."""
-    tables = re.findall(r"(?:^\|.*\|\n)+", f"{text}\n", re.MULTILINE)
-    rows = []
-    for table in tables:
-        heading, line, *body = [[cell.strip() for cell in row[1:-1].split("|")] for row in table.splitlines()]
-        assert line == ["---"] * len(heading)
-        assert body and all(len(row) == len(heading) for row in body)
-        rows += body
-    return rows
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 pages."""
 
 import argparse
-import re
 
 import pytest
+from helpers import cells
 
 from benchmarks.commands.train import OPERATION
 from benchmarks.models import attentions, bert_results, modernbert_results, sequence_results
@@ -124,18 +124,6 @@ RESULTS = {
         ),
     ],
 }  # fmt: skip
-
-
-def cells(text):
-    """The rows of the tables of a text, after it was seen that each is as wide as its heading."""
-    tables = re.findall(r"(?:^\|.*\|\n)+", f"{text}\n", re.MULTILINE)
-    rows = []
-    for one in tables:
-        heading, line, *body = [[cell.strip() for cell in row[1:-1].split("|")] for row in one.splitlines()]
-        assert line == ["---"] * len(heading)
-        assert body and all(len(row) == len(heading) for row in body)
-        rows += body
-    return rows
 
 
 @pytest.mark.parametrize(
