@@ -118,7 +118,8 @@ def _row_index(
 
 def _moved(x: Tensor, numbers: Tensor, exists: Tensor | None) -> Tensor:
     x = x.index_select(2, numbers)
-    return x if exists is None else x.masked_fill_(~exists.view(-1, *[1] * (x.dim() - 3)), 0)
+    # Not in place: torch.compile of PyTorch 2.11 loses what a backward writes into a tensor of its own.
+    return x if exists is None else x.where(exists.view(-1, *[1] * (x.dim() - 3)), 0)
 
 
 class _Moved(Function):

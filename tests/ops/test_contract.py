@@ -109,7 +109,9 @@ def test_autocast_casts_the_operands(device: str, name: str):
         wide = operation.call(*leaves_of(operation, device, torch.float64)) if device == "cpu" else None
     cast = [x.bfloat16() if place < operation.cast else x for place, x in enumerate(leaves)]
     with deterministic_algorithms():
-        assert torch.equal(result, operation.call(*cast))
+        # Autocast keeps PyTorch's own softmax, which others are made up of, in float32.
+        tolerance = {"rtol": 0, "atol": 0} if name in NATIVE else {}
+        torch.testing.assert_close(result, operation.call(*cast), **tolerance)
     assert result.dtype == (torch.bfloat16 if operation.cast else torch.float32)
     assert wide is None or wide.dtype == torch.float64
     found = torch.autograd.grad(result.float().square().sum(), leaves)
