@@ -174,7 +174,8 @@ def output_of(line: str, capfd: pytest.CaptureFixture[str]) -> str:
 
 
 LONG_RUNS = {
-    "sequence-parallel": "trains on ranks of a sequence, twice and alone",
+    "a-million-tokens": "trains on ranks of a sequence",
+    "sequence-parallel": "trains on ranks of a sequence, and alone",
     "unchanged-scripts": "trains with DeepSpeed; tests of `ds_sparse run` do too",
 }
 """Pages whose commands take long, and why."""
