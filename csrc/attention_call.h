@@ -8,7 +8,7 @@
 
 namespace ds_sparse {
 
-// What limits live blocks token by token, in a window.
+// Limits of live blocks token by token, in a window.
 struct WindowTensors {
   const Tensor& limits;
   const std::optional<Tensor>& places;
@@ -25,7 +25,7 @@ struct AttentionCall {
   std::optional<Tensor> key_bias, rpe = {}, attn_mask = {}, dropout_seed = {};
   double dropout_p = 0;
   std::optional<WindowTensors> window = {};
-  // Of packed documents: int32 (N, 2), the first token of each block, and how many it has.
+  // Packed documents: int32 (N, 2), the first token of each block, and its number of tokens.
   const Tensor* spans = nullptr;
 
   // Tokens as kernels count them: aligned to whole blocks.
@@ -41,7 +41,7 @@ struct TileTensors {
   const Tensor* spans = nullptr;  // of packed documents: those of the blocks that lines and then entries are
 };
 
-// What forward made, and the gradients of it.
+// Results of forward, and their gradients.
 struct AttentionResults {
   const Tensor& grad_output;
   const std::optional<Tensor>& grad_lse;

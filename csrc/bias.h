@@ -1,4 +1,4 @@
-// What is added to the scores of attention.
+// The numbers added to the scores of attention.
 #pragma once
 
 namespace ds_sparse {

@@ -64,7 +64,7 @@ inline void check_like(const Tensor& x, const Tensor& other, const char* name) {
   check(x.scalar_type() == other.scalar_type(), std::string(name) + " has to have the dtype of the other operand.");
 }
 
-// What statistics are kept in: fp32, or fp64 for fp64.
+// The dtype of statistics: fp32, or fp64 for fp64.
 inline ScalarType lse_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -211,7 +211,7 @@ inline void check_distance_bias(const Tensor& x, const Tensor& query, const Tens
       "rpe has a dtype that cannot be added to these scores.");
 }
 
-// What the operators of fused attention share, but for their lists.
+// Checks that the operators of fused attention share, but for their lists.
 inline void check_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
     const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
@@ -261,7 +261,7 @@ inline void check_attention(
   }
 }
 
-// What came out of the forward pass, and the gradients of it. row_count: rows of statistics, where not one a query.
+// Checks results of the forward pass, and their gradients. row_count: rows of statistics, where not one a query.
 inline void check_attention_backward(
     const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& output,
     const Tensor& rows, std::optional<int64_t> row_count = {}) {
@@ -387,7 +387,7 @@ inline void check_window_softmax(
         "windows have to be 0 or more and at most the band's " + std::to_string(band.size(3) / 2) + ".");
 }
 
-// What windowed attention has besides what check_attention sees.
+// Checks windowed attention's arguments that check_attention does not see.
 inline void check_window_attention(
     const Tensor& query, const Tensor& key, const std::optional<Tensor>& key_bias, const Tensor& limits,
     const std::optional<Tensor>& places, int64_t num_global) {

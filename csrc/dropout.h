@@ -1,4 +1,4 @@
-// Which attention probabilities dropout keeps: a function of the seed and of the element's place alone, so that
+// Decides which attention probabilities dropout keeps: a function of the seed and of the element's place alone, so that
 // backward passes and recomputed forward passes find the same, in whatever order and shape of tiles they go. Philox4x32
 // with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 #pragma once
@@ -49,7 +49,7 @@ struct Dropout {
     return scaled < 32767 ? static_cast<uint32_t>(scaled) : 32767u;
   }
 
-  // What kept elements are multiplied by.
+  // The factor of kept elements.
   DS_SPARSE_ANYWHERE float factor() const { return 32768.0f / (32768u - threshold); }
 
   // matrix = batch * heads + head.
@@ -60,8 +60,8 @@ struct Dropout {
   DS_SPARSE_ANYWHERE static int element(uint32_t i, uint32_t j) { return j % 2 + 2 * (i % 16 / 8) + 4 * (j % 16 / 8); }
 
 #ifdef __CUDACC__
-  // Of a word's two numbers: ones in the half of each that is kept. What is left of the bit above a number, once the
-  // threshold is taken away, says which is larger.
+  // Sets the half of each of a word's two numbers that is kept to ones. What is left of the bit above a number, once
+  // the threshold is taken away, says which is larger.
   __device__ __forceinline__ uint32_t keeps_of(uint32_t word) const {
     uint32_t kept;
     // Bytes 1 and 3, of which it repeats the highest bit; __byte_perm does not serve that.

@@ -1,4 +1,4 @@
-// What an operator does with its arguments before the work: checks what lists hold, reads pointers and dtypes.
+// Readies an operator's arguments before the work: checks what lists hold, reads pointers and dtypes.
 #pragma once
 
 #include <algorithm>

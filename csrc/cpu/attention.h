@@ -62,7 +62,7 @@ struct TokenRange {
   int64_t begin, end;
 };
 
-// What all rows of the row strip see by their limits.
+// The tokens that all rows of the row strip see by their limits.
 static inline TokenRange seen_by_all(const AttentionRowStrip& strip) {
   TokenRange seen{0, strip.column_end};
   if (!strip.limits) return seen;
@@ -75,7 +75,7 @@ static inline TokenRange seen_by_all(const AttentionRowStrip& strip) {
   return seen;
 }
 
-// Whether all of the row strip's scores with one block are of tokens that there are, and none is masked.
+// Tells if all of the row strip's scores with one block are of tokens that there are, and none is masked.
 static inline bool is_unmasked(
     const AttentionRowStrip& strip, const TokenRange& seen, int64_t column, int64_t rows, int64_t columns) {
   if (rows < strip.rows || columns < strip.block || (strip.causal && strip.places)) return false;
@@ -142,7 +142,7 @@ static void attention_scores(
   }
 }
 
-// What dropout multiplies the probabilities of `count` blocks by, each (rows, b).
+// Dropout's factors of the probabilities of `count` blocks, each (rows, b).
 template <class C>
 static void dropout_blocks(const AttentionRowStrip& strip, const int32_t* blocks, int64_t count, C* factors) {
   int64_t block = strip.block;

@@ -22,7 +22,7 @@ struct Attention {
   int64_t block;
   double scale;
   bool causal;
-  // What limits live blocks token by token, (1 or H, T, 2) and (1 or H, T), and num_global; see AttentionRowStrip.
+  // Limits of live blocks token by token, (1 or H, T, 2) and (1 or H, T), and num_global; see AttentionRowStrip.
   const Tensor *limits = nullptr, *places = nullptr;
   int64_t num_global = 0;
 

@@ -199,7 +199,7 @@ static inline void pack_pair_panels(
   }
 }
 
-// Of numbers that are 0 or NaN.
+// Tells if all numbers, which are 0 or NaN, are 0.
 template <class C, int W>
 DS_SPARSE_INLINE bool is_all_zero(Vec<C, W> x) {
   auto words = bit_cast<Vec<uint64_t, W * sizeof(C) / 8>>(x);

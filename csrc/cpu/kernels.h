@@ -1,4 +1,4 @@
-// What matmul.cpp, softmax.cpp, attention.cpp, window.cpp and token.cpp ask of an instruction set: the arithmetic of
+// Asked by matmul.cpp, softmax.cpp, attention.cpp, window.cpp and token.cpp of an instruction set: the arithmetic of
 // one piece of work, on one thread.
 //
 // kernels.cpp is compiled once for each instruction set, and kernels<T>() picks at run time. T is what tensors hold;
@@ -45,7 +45,7 @@ struct Keep {
   uint8_t byte;
 };
 
-// What is added to the scores of one (batch, head): rpe, attn_mask or a mask of keys.
+// The numbers added to the scores of one (batch, head): rpe, attn_mask or a mask of keys.
 struct Bias {
   const void* data;    // (T, S); T, Compute<T> or Keep
   int64_t row_stride;  // 0: the same for all token rows
@@ -91,15 +91,15 @@ struct AttentionRowStrip {
   uint32_t matrix;         // dropout's number of the batch and head
 };
 
-// What backward knows of queries, in the order of the row strip's rows or, transposed, of the other side's slots:
-// probability = exp(score - row_max) * inverse_sum, and delta is what its gradient has subtracted. With inverse_sum and
-// delta 0 a query has no probabilities, whatever its scores are.
+// Statistics of queries that backward reads, in the order of the row strip's rows or, transposed, of the other side's
+// slots: probability = exp(score - row_max) * inverse_sum, and delta is what its gradient has subtracted. With
+// inverse_sum and delta 0 a query has no probabilities, whatever its scores are.
 template <class C>
 struct RowStats {
   const C *row_max, *inverse_sum, *delta;
 };
 
-// What a block column needs for its gradients, in multiplicands of O. The other side's blocks lie in slots, each of
+// The operands of a block column's gradients, in multiplicands of O. The other side's blocks lie in slots, each of
 // `block` tokens: dense, of `width` numbers that are zero beyond the head's, and as panels of the depth alone. Dense
 // rows have multiplicands of neighbouring tokens, other rows of neighbouring numbers.
 template <class O>
@@ -183,7 +183,7 @@ struct Band {
   int64_t offset, row_stride, multiplicand_stride;
 };
 
-// What dropout multiplies probabilities by, 0 or more than 1: of queries x keys from (query, key) on, to
+// Fills in dropout's factors of probabilities, 0 or more than 1: of queries x keys from (query, key) on, to
 // out[i * query_stride + j * key_stride]. In attention.cpp, for all instruction sets.
 template <class C>
 void dropout_factors(
@@ -209,7 +209,7 @@ struct Products {
   void (*pack_panels)(
       const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width, O* panels);
 
-  // Whether all of x[0] to x[count - 1] are finite; count is a multiple of 8, or of 32 for bf16.
+  // Tells if all of x[0] to x[count - 1] are finite; count is a multiple of 8, or of 32 for bf16.
   bool (*are_finite)(const Number<O>* x, int64_t count);
 
   // Before and after calls of the attention_ kernels below, on the thread that makes them.
@@ -298,7 +298,7 @@ struct Kernels {
       const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride, int64_t b_column_stride,
       int64_t rows, int64_t columns, C* out);
 
-  // Of each row of the band, the softmax over the tokens at most `window` away, with causal none after the row's.
+  // Softmax of each row of the band over the tokens at most `window` away, with causal none after the row's.
   // key_bias: null, or of all tokens. scratch: 2 * window + 1 of C, to a multiple of lanes.
   void (*window_softmax_forward)(
       const WindowRows& rows, const T* band, const C* key_bias, int64_t window, double scale, bool causal, T* probs,
@@ -307,7 +307,7 @@ struct Kernels {
   // out = scale * probs * (grad - sum of grad * probs over the row), of `count` rows of `width` numbers.
   void (*window_softmax_backward)(const T* grad, const T* probs, int64_t count, int64_t width, double scale, T* out);
 
-  // Whether x[n] is 0 or more and below limit, for all n < count.
+  // Tells if x[n] is 0 or more and below limit, for all n < count.
   bool (*are_below)(const int32_t* x, int64_t count, int32_t limit);
 };
 

@@ -49,14 +49,14 @@ int64_t multiplicands_of(int64_t depth) {
   return per_multiplicand<O> == 1 ? depth : padded<T>(depth) / per_multiplicand<O>;
 }
 
-// Whether all numbers of `count` multiplicands are finite.
+// Tells if all numbers of `count` multiplicands are finite.
 template <class T, class O>
 bool are_finite(const O* x, int64_t count) {
   return products<T, O>().are_finite(reinterpret_cast<const Number<O>*>(x), count * per_multiplicand<O>);
 }
 
-// What a (B, H, T, D) tensor says of itself, asked once: an answer goes through libtorch's C functions, and a row strip
-// needs some twenty. It may stand for the tensor below. Only results are written to, which are new.
+// Sizes and strides of a (B, H, T, D) tensor, asked once: an answer goes through libtorch's C functions, and a row
+// strip needs some twenty. It may stand for the tensor below. Only results are written to, which are new.
 class View {
  public:
   explicit View(const Tensor& x) : data_(x.const_data_ptr()) {
@@ -86,7 +86,7 @@ T* mutable_tokens_of(const X& x, int64_t b, int64_t head, int64_t first) {
   return static_cast<T*>(x.mutable_data_ptr()) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
 }
 
-// Whether tokens of x (B, H, tokens, D) lie in memory as rows of `width` multiplicands, one after another: rows that
+// Tells if tokens of x (B, H, tokens, D) lie in memory as rows of `width` multiplicands, one after another: rows that
 // lie apart would meet in a few sets of the cache.
 template <class T, class O>
 bool has_rows(const Tensor& x, int64_t width) {

@@ -184,7 +184,7 @@ struct Tile<BFloat16Pair, 16, V> {
     }
   }
 
-  // What is not fp32 is rounded on its way.
+  // Results that are not fp32 are rounded on their way.
   template <int R, class T>
   DS_SPARSE_INLINE_MEMBER static void store_from(T* const (&out)[V], int64_t stride) {
     if constexpr (R < V) {

@@ -61,7 +61,7 @@ struct TokenLists {
         tasks.push_back(list);
         cost = 0;
       }
-      // What a list takes besides its pairs is as much as a dozen of them.
+      // A list costs, besides its pairs, as much as a dozen of them.
       cost += (count + 12) * pair_cost;
       longest = std::max(longest, count);
     }
@@ -228,7 +228,7 @@ void forward(
   });
 }
 
-// What backward has of a query besides its lists.
+// Operands of the backward pass, without its lists.
 template <class T, class O>
 struct Backward {
   using C = Compute<T>;

@@ -117,7 +117,7 @@ DS_SPARSE_INLINE Vec<C, W> load(const Half* x) {
   return bit_cast<Vec<C, W>>(bits | ((wide & 0x8000) << 16));
 }
 
-// What bools of a mask add to the scores.
+// The numbers that bools of a mask add to the scores.
 template <class C, int W>
 DS_SPARSE_INLINE Vec<C, W> load(const Keep* x) {
   auto wide = __builtin_convertvector((load_raw<Vec<uint8_t, W>>(x)), Vec<typename Bits<C>::Int, W>);

@@ -56,8 +56,8 @@ void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
   });
 }
 
-// What some rows need of a band, in scratch of `band_scratch` numbers; its tokens one after another, or multiplicands
-// of them of all rows if transposed.
+// The part of a band that some rows need, in scratch of `band_scratch` numbers; its tokens one after another, or
+// multiplicands of them of all rows if transposed.
 template <class T, class O>
 Band<O> pack_band(
     const T* band, int64_t row_stride, int64_t column_stride, const WindowRows& rows, bool transposed,

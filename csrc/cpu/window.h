@@ -108,8 +108,8 @@ static void unwindow_columns(
   int64_t c = first;
   for (; c + V * W <= last; c += V * W) {
     for (int64_t m = 0; m < rows.rows; m += R) {
-      // What all rows of a tile have is a product, of whole multiplicands; the rest, a few tokens on both sides, goes
-      // row by row.
+      // The part that all rows of a tile have is a product, of whole multiplicands; the rest, a few tokens on both
+      // sides, goes row by row.
       int64_t token = rows.first + m, begin = (rows.begin(token + R - 1) + P - 1) / P, end = rows.end(token) / P,
               depth = m + R <= rows.rows && begin < end ? (end - begin) / multiple * multiple : 0;
       C* to[V];

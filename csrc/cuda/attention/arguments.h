@@ -73,7 +73,7 @@ struct Space {
   }
 };
 
-// Of all work tiles, those that are splits: each tile whose list is not split has one work tile.
+// Counts the work tiles that are splits: each tile whose list is not split has one work tile.
 inline int64_t num_splits(const TileTensors& tiles, const TileLists& lists) {
   return tiles.units.size(0) - tiles.lines.size(0) / lists.block_rows_per_tile + tiles.cuts.size(0);
 }
@@ -171,7 +171,7 @@ void with_plain(const Scoring& scoring, const F& f) {
   f(std::false_type{});
 }
 
-// Whether a call is for Hopper's kernels; refuses what those that it is for cannot run.
+// Tells if a call is for Hopper's kernels; refuses a call that those cannot run.
 inline bool runs_on_hopper(const Launcher& launch, const AttentionCall& call) {
   const bool on_hopper = is_for_hopper(launch, call.implementation);
   const Tensor& query = call.query;

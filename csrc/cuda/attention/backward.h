@@ -1,4 +1,4 @@
-// What the backward pass of fused attention takes, on every GPU; and its sweeps.
+// Arguments of fused attention's backward pass, on every GPU; and its sweeps.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Backward {
   PassState* state;
 };
 
-// What a sweep makes: the gradient of its own side's first operand, and of its second where that is values. On Hopper
+// Results of a sweep: the gradient of its own side's first operand, and of its second where that is values. On Hopper
 // the sweep itself takes them as tensors, for the copy engine; those who combine splits and add shares, as they are
 // here.
 template <class T>

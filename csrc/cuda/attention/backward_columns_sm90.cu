@@ -16,7 +16,7 @@ namespace {
 constexpr int kBlockN = ColumnsTuning<64>::kBlockN;  // queries in a step
 static_assert(kBlockN == ColumnsTuning<128>::kBlockN);
 
-// Whether the third warpgroup makes the gradients of queries.
+// True where the third warpgroup makes the gradients of queries.
 template <int kHeadDim, bool kWithQueries>
 constexpr bool kGradQueryApart = kWithQueries && ColumnsTuning<kHeadDim>::kHasThirdWarpgroup;
 
@@ -552,7 +552,7 @@ __global__ void round_grad_query_kernel(
   const int warp_tile = number % warp_tiles;
   T* to = grad.of(matrix / heads, matrix % heads);
   const int first = 16 * warp_tile;
-  // What is behind the last block has no span.
+  // Tokens behind the last block have no span.
   const int2 span = kPacked ? first < queries ? spans.sixteen(first) : int2{0, 0} : int2{first, queries - first};
   for (int place = threadIdx.x; place < 2 * head_dim; place += blockDim.x) {
     const int tile_row = place % 16, run = place / 16;

@@ -17,7 +17,7 @@ struct BlockSpans {
   __device__ __forceinline__ bool has(int aligned) const {
     return spans == nullptr || in_block(aligned) < spans[aligned >> log_block].y;
   }
-  // Of 16 aligned numbers from one on, which are one block's: the first's token in memory, and how many exist; perhaps
+  // For 16 aligned numbers from one on, which are one block's: the first's token in memory, and how many exist; perhaps
   // none, or fewer.
   __device__ __forceinline__ int2 sixteen(int aligned) const {
     const int2 span = spans[aligned >> log_block];

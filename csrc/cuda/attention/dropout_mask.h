@@ -1,4 +1,4 @@
-// Which probabilities dropout keeps, in the order in which a warp's lanes hold products.
+// Draws which probabilities dropout keeps, in the order in which a warp's lanes hold products.
 
 #pragma once
 
@@ -9,13 +9,13 @@
 
 namespace ds_sparse::attention {
 
-// Which of a lane's probabilities of a 16 x 16 square dropout keeps: in the order in which it holds products, ones in
-// the half of each that is kept. Rows are queries, or with kTransposed keys.
+// Holds which of a lane's probabilities of a 16 x 16 square dropout keeps: in the order in which it holds products,
+// ones in the half of each that is kept. Rows are queries, or with kTransposed keys.
 template <bool kTransposed>
 struct Kept {
   uint32_t pairs[4];
 
-  // Of a square of neighbouring tokens on both sides, which begin at multiples of 16; by a whole warp.
+  // Draws a square of neighbouring tokens on both sides, which begin at multiples of 16; by a whole warp.
   static __device__ __forceinline__ Kept
   of_square(const Dropout& dropout, uint32_t matrix, int first_row, int first_token) {
     const int lane = threadIdx.x % 32, tile_row = first_row + lane / 4, token = first_token + lane % 4 * 2;
@@ -44,7 +44,7 @@ struct Kept {
     return kept;
   }
 
-  // Of any tokens: a lane's two rows, and two neighbouring tokens from each of two.
+  // Draws any tokens: a lane's two rows, and two neighbouring tokens from each of two.
   static __device__ __forceinline__ Kept
   of_tokens(const Dropout& dropout, uint32_t matrix, int tile_row0, int tile_row8, int low_token, int high_token) {
     Kept kept{};

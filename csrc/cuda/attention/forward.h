@@ -1,4 +1,4 @@
-// What the forward pass of fused attention takes, on every GPU; and its way on Hopper.
+// Arguments of fused attention's forward pass, on every GPU; and its way on Hopper.
 
 #pragma once
 

@@ -37,7 +37,7 @@ struct ForwardConsumer {
   PipelineState<M::kStages> pipe;
   PipelineState<M::kWorkStages> work_pipe;
 
-  // What the work tile in stage `summed_stage` has summed; where `owes`, the product of probabilities with the values
+  // The sums of the work tile in stage `summed_stage`; where `owes`, the product of probabilities with the values
   // of stage `last` is still to be added. It is added together with the next step's scores, be they the next work
   // tile's.
   OnlineSoftmax<kBlockN, kPlain> rows;
@@ -290,7 +290,7 @@ struct ForwardConsumer {
     }
     LiveGroups live{0};
     FirstKeys first_keys;
-    // Whether to look at maxima in each step. Else keys have to stay until it is known that they are not needed again;
+    // True to look at maxima in each step. Else keys have to stay until it is known that they are not needed again;
     // where there are two stages, and one short work tile comes after the other, copies are too late then.
     const bool checks_max = !kPlain || (kOverlaps && steps < 8);
     for (int step = 0; step < steps; ++step, pipe.next()) {

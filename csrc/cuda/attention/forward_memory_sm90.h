@@ -1,4 +1,4 @@
-// What a consumer group has in shared memory while the forward pass runs on Hopper: stages of keys and values, work
+// Shared memory of a consumer group of the forward pass on Hopper: stages of keys and values, work
 // items with their queries, and the pipelines' barriers.
 
 #pragma once

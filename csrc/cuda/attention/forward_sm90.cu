@@ -65,7 +65,7 @@ __device__ __forceinline__ void run_scheduler(
     const WorkTile work(p.lists, number, p.heads, p.layout_heads, 1);
     const int steps = OtherSide<kBlockN>{nullptr, work.num_entries, p.lists.log_block}.steps();
     item.template set<M::kPacked>(work, steps, p.lists, p.scoring.queries, p.scoring);
-    // What does not exist is not copied, and nobody looks at what is in its place.
+    // Rows that do not exist are not copied, and nobody looks at what is in their place.
     const int token = boxes.any && steps > 0 ? item.tokens[boxes.tile_row] : -1;
     const int copies = __popc(__ballot_sync(0xffffffffu, token >= 0));
     if (lane == 0) {

@@ -1,4 +1,4 @@
-// What is added to the scores of keys, summed up by eights: where it is nothing kernels need not look, and what is
+// Sums up, by eights, what is added to the scores of keys: where it is nothing kernels need not look, and what is
 // masked altogether they leave out.
 
 #include <torch/csrc/stable/ops.h>

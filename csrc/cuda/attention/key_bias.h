@@ -1,4 +1,4 @@
-// What is added to the scores of keys, as attention's kernels read it.
+// The numbers added to the scores of keys, as attention's kernels read them.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace ds_sparse::attention {
 
-// What holds the numbers that `scoring` points at.
+// Holds the numbers that `scoring` points at.
 struct KeyBias {
   std::optional<Tensor> biases, states;
 };

@@ -1,4 +1,5 @@
-// Which scores are live: those of eight neighbouring tokens of the other side together, and of one token one by one.
+// Finds which scores are live: those of eight neighbouring tokens of the other side together, and of one token one by
+// one.
 //
 // A warp owns 16 rows of the tile, its warp tile; live blocks are at least 8 tokens wide, so that one bit for each 8
 // tokens of the other side says all about rows l and one about l + 8.
@@ -78,9 +79,9 @@ struct OtherSide {
   }
 };
 
-// Which of a warp tile's scores with kTokens tokens are live. Bit n: rows l of the warp tile, and bit 8 + n rows l + 8,
-// with octet n; `ragged`: elements of that octet are looked at one by one, as some do not exist, come after or have a
-// bias.
+// Holds which of a warp tile's scores with kTokens tokens are live. Bit n: rows l of the warp tile, and bit 8 + n rows
+// l + 8, with octet n; `ragged`: elements of that octet are looked at one by one, as some do not exist, come after or
+// have a bias.
 template <int kTokens>
 struct LiveOctets {
   static constexpr int kOctets = kTokens / 8;
@@ -111,12 +112,12 @@ struct LiveOctets {
 
   __device__ bool all() const { return bits == kAll && ragged == 0; }
   __device__ bool none() const { return bits == 0; }
-  // Whether any of 16 tokens counts for any row of the warp tile.
+  // Tells if any of 16 tokens counts for any row of the warp tile.
   __device__ bool group(int j) const { return (bits >> 2 * j & 0x303u) != 0; }
 };
 
-// What a token of one side sees of the other, element by element. kTransposed: the token is a key. Where it does not
-// exist, -1, nobody looks.
+// The view that a token of one side has of the other, element by element. kTransposed: the token is a key. Where it
+// does not exist, -1, nobody looks.
 template <bool kTransposed, bool kWindow>
 struct TokenMask {
   Range range, global;
@@ -154,7 +155,7 @@ struct TokenMask {
     range = of_all(range);
     global = of_all(global);
   }
-  // Whether none of eight neighbouring tokens has to be looked at, as all are seen.
+  // Tells if eight neighbouring tokens are all seen, so that none has to be looked at.
   __device__ __forceinline__ bool has_all(int token) const {
     return places == nullptr && (range.has(token, 8) || (kWindow && global.has(token, 8)));
   }

@@ -1,4 +1,4 @@
-// Which groups of 16 tokens count for a warp tile and for its warpgroup, found by a producer warp for a step.
+// Finds which groups of 16 tokens count for a warp tile and for its warpgroup, by a producer warp for a step.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace ds_sparse::attention {
 
-// What the 16 rows of a warp tile see of the other side: all of them the tokens in `all` and, with a window, the first
-// `all_global`; none of them others than these global ones and those in `any`.
+// The view that the 16 rows of a warp tile have of the other side: all see the tokens in `all` and, with a window, the
+// first `all_global`; none of them others than these global ones and those in `any`.
 template <bool kLimited>
 struct GroupMask {
   Range all, any, all_global;
@@ -20,7 +20,7 @@ struct GroupMask {
   static __device__ __forceinline__ GroupMask
   of_warp_tile(const Scoring& scoring, const TileLists& lists, const WorkItemOf<kLimited>& item) {
     const int tile_row = threadIdx.x % (kHopperBlockM / 16) * 16, first = item.tokens[tile_row];
-    // Of the row that causality leaves least.
+    // The range of the row to which causality leaves least.
     const Range range = first < 0 ? Range{0, kTransposed ? scoring.queries : scoring.keys}
                                   : scoring.template range_of<kTransposed>(kTransposed ? first + 15 : first);
     GroupMask group_mask{range, {0, 0}, {0, 0}, 0};
@@ -52,15 +52,15 @@ struct GroupMask {
   }
 };
 
-// What a warp tile sees of a step's groups of 16 tokens. Bit g of each: the group counts for the warp tile; for any of
-// its warpgroup; has elements to look at one by one.
+// The view that a warp tile has of a step's groups of 16 tokens. Bit g of each: the group counts for the warp tile; for
+// any of its warpgroup; has elements to look at one by one.
 struct LiveGroups {
   uint32_t bits;
 
   __device__ uint32_t warp_tile() const { return bits & 0xffu; }
   __device__ uint32_t warpgroup() const { return bits >> 8 & 0xffu; }
   __device__ uint32_t ragged() const { return bits >> 16; }
-  // Whether all of the kBlockN / 16 groups count for the warp tile, and none has to be looked at.
+  // Tells if all of the kBlockN / 16 groups count for the warp tile, and none has to be looked at.
   template <int kBlockN>
   __device__ bool is_whole() const {
     return (bits & 0xffff00ffu) == (1u << kBlockN / 16) - 1;

@@ -20,7 +20,7 @@ void check_spans(const Tensor& spans, const Tensor& query, const char* name) {
       std::string(name) + " has to begin at a multiple of 8 bytes; make a copy.");
 }
 
-// Those of the lines of tiles, and of their entries.
+// Checks the spans of block rows and entries of tiles.
 void check_spans_of(const TileTensors& tiles, const Tensor& query, const char* name) {
   check_spans(*tiles.spans, query, name);
   check_size(*tiles.spans, 0, tiles.lines.size(0) + tiles.entries.size(0), name);

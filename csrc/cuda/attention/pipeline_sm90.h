@@ -61,7 +61,7 @@ struct Gathered {
   }
 };
 
-// Of a step's blocks of 64 tokens, the pairs that count, where they are given one by one.
+// The pairs of a step's blocks of 64 tokens that count, where they are given one by one.
 template <int kTokens, bool kLimited>
 using PairsOfStep = uint2[kLimited ? kTokens / 64 : 1][kLimited ? kHopperBlockM : 1];
 

@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   });
 }
 
-// What a token's row of each of a sweep's gradients is, not scaled: with kTransposed those of a key and a value.
+// Makes a token's row of each of a sweep's gradients, not scaled: with kTransposed those of a key and a value.
 template <class T, bool kTransposed>
 __device__ void add_gradients(
     const Backward<T>& p, const TileLists& lists, int64_t matrix, int token, OwnRow (&own)[2], SumsOfLane& sums_first,

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
   // A lane reads of the rows of its eight lanes, and writes what is known of one of the warp's.
   const int own = first + lane % kRowsOfWarp;
   const int64_t place = int64_t{matrix} * queries + own;
-  // What is behind the last block has no span.
+  // Tokens behind the last block have no span.
   const int2 span = kPacked ? first < queries ? spans.sixteen(first) : int2{0, 0} : int2{first, queries - first};
   const bool exists = own - first < span.y;
   const float2 of_row = exists ? row_sums[place] : make_float2(-kInfinity, 0);  // row_max and row_sum

@@ -1,4 +1,4 @@
-// What the passes of fused attention's backward know about each row of scores.
+// Statistics of each row of scores that the passes of fused attention's backward read.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace ds_sparse::attention {
 
-// Of a row of scores: the log-sum-exp of its exponents, of two; what is taken off the gradients of its probabilities,
+// A row of scores: the log-sum-exp of its exponents, of two; what is taken off the gradients of its probabilities,
 // the sum of grad_output * output less the gradient of lse; what its exponents, of e, are taken relative to, and 1 over
 // their sum, which give its probabilities where that maximum is too large for the first.
 struct RowStats {
@@ -21,8 +21,8 @@ struct RowStats {
 // One that has no probabilities, or does not exist.
 __host__ __device__ constexpr RowStats no_row_stats() { return {kInfinity, 0.0f, kInfinity, 0.0f}; }
 
-// Those of all rows, (B, H, 4, padded T), by their aligned numbers, each member in a plane of its own: the copy engine
-// brings whole blocks, past the last token too, and there are as many.
+// Statistics of all rows, (B, H, 4, padded T), by their aligned numbers, each member in a plane of its own: the copy
+// engine brings whole blocks, past the last token too, and there are as many.
 struct RowStatsPlanes {
   const float* data;
   int64_t padded;

@@ -26,7 +26,7 @@ constexpr int kConsumerGroupThreads = 128 * kConsumerWarpgroups;
 template <int kConsumerGroups>
 constexpr int kHopperThreads = kConsumerGroups * kConsumerGroupThreads + 128;
 
-// What the threads do: consume(consumer_group), with kConsumerRegisters each, and for each of the other roles, with
+// Runs the threads' roles: consume(consumer_group), with kConsumerRegisters each, and for each of the other roles, with
 // kProducerRegisters, a warp for each consumer group.
 template <int kConsumerGroups, int kProducerRegisters, int kConsumerRegisters, class M, class... C>
 __device__ __forceinline__ void run_roles(const M& consume, const C&... others) {
@@ -79,7 +79,7 @@ struct WorkItem {
   WorkTile work;
   int steps;                  // -1: there is nothing left to do
   int tokens[kHopperBlockM];  // of the tile; -1 where there is none
-  // Of packed documents, where the first of each 16 is in memory; the others are behind it.
+  // Packed documents: where the first of each 16 lies in memory; the others follow it.
   int first_in_memory[kHopperBlockM / 16];
 
   template <bool kPacked>

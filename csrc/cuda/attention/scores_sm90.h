@@ -10,8 +10,8 @@
 
 namespace ds_sparse::attention {
 
-// What kernels are made for: products times a positive number, which exponents can take with them, or masked; the same
-// with documents packed in a row; with dropout; the same limited token by token; and all else.
+// The kinds of scores that kernels are made for: products times a positive number, which exponents can take with them,
+// or masked; the same with documents packed in a row; with dropout; the same limited token by token; and all else.
 enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions };
 constexpr bool are_packed(Scores scores) { return scores == Scores::kPacked; }
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
@@ -20,14 +20,14 @@ constexpr bool are_limited(Scores scores) { return scores == Scores::kLimited ||
 // For passes without a kernel for dropout alone.
 constexpr Scores with_any_dropout(Scores scores) { return scores == Scores::kDropped ? Scores::kOptions : scores; }
 
-// Whether probabilities are dropped.
+// True where probabilities are dropped.
 template <Scores kScores>
 __device__ __forceinline__ bool drops(const Scoring& scoring) {
   return kScores == Scores::kDropped || (kScores == Scores::kOptions && scoring.drops());
 }
 
-// Which of a lane's probabilities (64 x 64) dropout keeps; by rows or, transposed, by columns. A warp tile's rows are
-// neighbours, and begin at a multiple of 16.
+// Holds which of a lane's probabilities (64 x 64) dropout keeps; by rows or, transposed, by columns. A warp tile's rows
+// are neighbours, and begin at a multiple of 16.
 template <bool kTransposed>
 struct KeptOfStep {
   Kept<kTransposed> squares[4];
@@ -40,7 +40,7 @@ struct KeptOfStep {
   }
   // In the order of sums.
   __device__ __forceinline__ bool operator[](int i) const { return squares[i / 8][i % 8]; }
-  // Of probabilities that are rounded.
+  // Masks probabilities that are rounded.
   __device__ __forceinline__ void mask(uint32_t (&probs)[4][4]) const {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void mask_scores(
           words.y >>= threadIdx.x % 4 * 2;
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
-            // Of every eight columns, of which a word has four times as many, a lane has two.
+            // A lane has two of every eight columns; a word has four times as many.
             float& score = scores[32 * block + i / 2 * 4 + 2 * half + i % 2];
             const int bit = i / 2 % 4 * 8 + i % 2;
             score = (i < 8 ? words.x : words.y) >> bit & 1 ? score : -kInfinity;

@@ -1,4 +1,4 @@
-// What happens to a score between the product of query and key and its probability: scale, biases, masks, dropout.
+// Turns the product of a query and a key into its probability: scale, biases, masks, dropout.
 
 #pragma once
 
@@ -67,8 +67,8 @@ struct Range {
   }
 };
 
-// What tokens see of live blocks where a window limits it, queries and keys being the same tokens: a range of them
-// each, and the first few of all, which see everything. All of it is symmetric but for causality.
+// The tokens of live blocks that tokens see where a window limits them, queries and keys being the same tokens: a range
+// of them each, and the first few of all, which see everything. All of it is symmetric but for causality.
 struct WindowLimits {
   const Range* limits;                   // (1 or H, T); null: there is no window
   const int32_t* places;                 // (1 or H, T), by which causality goes; null: it goes by the order of tokens
@@ -78,7 +78,7 @@ struct WindowLimits {
   __device__ const int32_t* places_of(int head) const { return places + head * places_stride; }
 };
 
-// What is done to scores, and to probabilities.
+// The options of scores and probabilities.
 struct Scoring {
   float scale;
   int queries, keys;
@@ -92,7 +92,7 @@ struct Scoring {
   uint32_t dropout_threshold;
   WindowLimits window;
 
-  // Whether scores are products times a positive number, which exponents can take with them, or masked. Exponents of
+  // True where scores are products times a positive number, which exponents can take with them, or masked. Exponents of
   // others, which may be large, are differences first.
   bool plain() const {
     return scale > kLeastPlainScale && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone &&
@@ -116,7 +116,7 @@ struct Scoring {
 
   __device__ bool goes_by_places() const { return causal && window.places != nullptr; }
 
-  // What a token's window has; all, and nothing, where there is none.
+  // The tokens of a token's window; all, and nothing, where there is none.
   __device__ Range limits_of(int head, int token) const {
     return window.limits == nullptr || token < 0 ? Range{0, INT32_MAX}
                                                  : window.limits[head * window.limits_stride + token];
@@ -125,8 +125,8 @@ struct Scoring {
     return window.places == nullptr || token < 0 ? 0 : window.places_of(head)[token];
   }
 
-  // What a token of one side may see of the other by the lengths and, unless it goes by places, causality; one that
-  // does not exist, -1: nothing, or whatever does not matter. kTransposed: the token is a key.
+  // The tokens that a token of one side may see of the other by the lengths and, unless it goes by places, causality;
+  // one that does not exist, -1: nothing, or whatever does not matter. kTransposed: the token is a key.
   template <bool kTransposed>
   __device__ Range range_of(int token) const {
     const bool in_order = causal && !goes_by_places();
@@ -150,7 +150,7 @@ struct Scoring {
   }
 };
 
-// What is added to the scores of eight neighbouring keys: nothing, -inf to all of them, or anything else.
+// The numbers added to the scores of eight neighbouring keys: nothing, -inf to all of them, or anything else.
 enum KeyState : uint8_t { kNoBias, kAllMasked, kSomeBias };
 
 }  // namespace ds_sparse::attention

@@ -8,7 +8,7 @@
 
 namespace ds_sparse::attention {
 
-// What a row's exponents, of e, are taken relative to, the largest of them or near it, and the sum of those
+// The number that a row's exponents, of e, are taken relative to, the largest of them or near it, and the sum of those
 // exponentials. In the logarithm of all, a large maximum would leave little of the sum. {-inf, 0} where there are none.
 struct RowMaxSum {
   float row_max, row_sum;

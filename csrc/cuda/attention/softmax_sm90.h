@@ -26,7 +26,7 @@ __device__ __forceinline__ void rescale(float (&sums)[kCount], float rescale0, f
 template <class T>
 constexpr float kLargestRowSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p30f;
 
-// Of a lane's two rows: what exponents are taken relative to, and the sums of exponentials.
+// A lane's two rows: the number that exponents are taken relative to, and the sums of exponentials.
 template <int kBlockN, bool kPlain>
 struct OnlineSoftmax {
   float row_max0 = -kInfinity, row_max8 = -kInfinity, row_sum0 = 0, row_sum8 = 0;

@@ -26,7 +26,7 @@ struct TileLists {
   const uint2* pairs;
   int64_t pairs_stride;  // of heads
   BlockSpans spans;
-  // Those of the blocks that block rows and entries are, so that nobody waits for one load to start the other; null
+  // Spans of the blocks that block rows and entries are, so that nobody waits for one load to start the other; null
   // with spans.
   const int2 *block_row_spans, *entry_spans;
 
@@ -39,11 +39,11 @@ struct TileLists {
     const bool exists = !kPacked || spans.spans == nullptr || in_block < block_row_spans[place].y;
     return token < length && exists ? token : -1;
   }
-  // Of packed documents, where that token is in memory; where there is none, somewhere.
+  // Packed documents: where that token lies in memory; where there is none, somewhere.
   __device__ int token_in_memory(int number, int sub_tile, int tile_row) const {
     return block_row_spans[block_row_place(number, tile_row)].x + place_in_block(sub_tile, tile_row);
   }
-  // Of a tile: `copy` counts matrices where all heads share a layout, else batches.
+  // Batch and head of a tile: `copy` counts matrices where all heads share a layout, else batches.
   __device__ int2 batch_and_head(int copy, int number, int heads, int layout_heads) const {
     return layout_heads == 1 ? make_int2(copy / heads, copy % heads) : make_int2(copy, number / tiles_per_head);
   }
@@ -57,7 +57,7 @@ struct TileLists {
   }
 };
 
-// What a thread block does: a work tile of one head, or a sub-tile of it, and perhaps some columns of its output.
+// The work of a thread block: a work tile of one head, or a sub-tile of it, and perhaps some columns of its output.
 struct WorkTile {
   int batch, head, sub_tile, column_tile;
   int tile, first_entry, num_entries, split;
@@ -114,7 +114,7 @@ struct CombineRows {
     head = of.y;
     matrix = int64_t{batch} * heads + head;
   }
-  // Of one of the rows, the token or -1; and its place among the rows of all splits, in one of the tile's splits.
+  // The token of one of the rows, or -1; and its place among the rows of all splits, in one of the tile's splits.
   __device__ int token(const TileLists& lists, int tile_row, int length) const {
     return lists.token<true>(tile, sub_tile, first_row + tile_row, length);
   }

@@ -1,4 +1,4 @@
-// What was tuned, in one place: tiles, stages, roles of warps and their registers. Measurements, and what was tried
+// Tuned sizes, in one place: tiles, stages, roles of warps and their registers. Measurements, and what was tried
 // besides: docs/lab-notebook.md, "Fused attention".
 
 #pragma once

@@ -30,7 +30,7 @@ __device__ __forceinline__ void start_copy_of(int number, uint32_t to, const voi
       "l"(from), "r"(number));
 }
 
-// What was started up to here is a group.
+// Ends the group of copies started so far.
 __device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;"); }
 
 // Until all but the newest `kNewer` groups of this thread's copies are there.

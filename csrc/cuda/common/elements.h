@@ -10,7 +10,8 @@
 
 #include "../../checks.h"
 
-// Of which dtypes a long file makes kernels: fp16 1, bf16 2, fp32 4. The build compiles it once for each, side by side.
+// Names the dtypes that a long file makes kernels of: fp16 1, bf16 2, fp32 4. The build compiles it once for each, side
+// by side.
 #ifndef DS_SPARSE_DTYPES
 #define DS_SPARSE_DTYPES 7
 #endif

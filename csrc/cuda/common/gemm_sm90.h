@@ -1,4 +1,4 @@
-// What products with live blocks (by tiles, matmul/product_tiles.h) and of windows share on Hopper: warps copy tokens
+// Shared by products with live blocks (by tiles, matmul/product_tiles.h) and of windows on Hopper: warps copy tokens
 // 64 at a time into a ring of stages; warpgroups multiply, 64 rows each.
 
 #pragma once
@@ -73,7 +73,7 @@ struct RowsOfWarp {
   }
 };
 
-// Whether the copy engine takes (B, H, outer, inner) with `inner` adjacent.
+// Tells if the copy engine takes (B, H, outer, inner) with `inner` adjacent.
 inline bool takes_boxes(const Tensor& x) {
   bool takes = x.stride(3) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
   for (int dim = 0; dim < 3; ++dim) {

@@ -1,6 +1,6 @@
-// What Hopper has and earlier GPUs have not, one instruction a function: products of warpgroups (wgmma) on tiles that
-// the copy engine (TMA) brings, and the barriers between the two. Names are CUTLASS's where it has one. PTX ISA
-// chapters "Asynchronous warpgroup level matrix instructions", "cp.async.bulk.tensor" and "mbarrier".
+// Instructions that Hopper has and earlier GPUs have not, one instruction a function: products of warpgroups (wgmma) on
+// tiles that the copy engine (TMA) brings, and the barriers between the two. Names are CUTLASS's where it has one. PTX
+// ISA chapters "Asynchronous warpgroup level matrix instructions", "cp.async.bulk.tensor" and "mbarrier".
 //
 // A tile in shared memory is made of panels: lines of 64 16-bit elements, 128 bytes, in the copy engine's 128-byte
 // swizzle, which repeats every 8 lines.

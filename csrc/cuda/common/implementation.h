@@ -9,7 +9,7 @@
 
 namespace ds_sparse {
 
-// Whether it is Hopper's own, "hopper", which other GPUs cannot run; else it is "portable".
+// Tells if it is Hopper's own, "hopper", which other GPUs cannot run; else it is "portable".
 inline bool is_for_hopper(const Launcher& launch, const std::string& implementation) {
   if (implementation != "hopper") {
     check_implementation(implementation, "portable");

@@ -1,4 +1,4 @@
-// What every CUDA operator does around its kernels: pick the tensors' device and its current stream, check the launch.
+// Work of every CUDA operator around its kernels: pick the tensors' device and its current stream, check the launch.
 
 #pragma once
 
@@ -44,7 +44,7 @@ class Launcher {
 #endif
   }
   bool is_hopper() const { return attribute(cudaDevAttrComputeCapabilityMajor) == 9; }
-  // Whether what is launched becomes part of a CUDA graph.
+  // Tells if launches become part of a CUDA graph.
   bool is_capturing() const {
     cudaStreamCaptureStatus status;
     STD_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));

@@ -1,4 +1,4 @@
-// What softmax does with scores: scales them, adds to them, takes their powers.
+// Scales scores, adds to them and takes their powers, as softmax does.
 
 #pragma once
 
@@ -82,7 +82,8 @@ __device__ __forceinline__ Compute<T> largest_of(const uint4& run) {
   }
 }
 
-// What exponents are taken relative to: the largest logit, or 0 where all are -inf, so that exp gives 0 and not NaN.
+// The number that exponents are taken relative to: the largest logit, or 0 where all are -inf, so that exp gives 0 and
+// not NaN.
 template <class A>
 __device__ __forceinline__ A finite_reference(A largest) {
   return largest == -infinity<A>() ? A(0) : largest;

@@ -12,7 +12,7 @@ namespace {
 constexpr uint32_t kTurns = 1 << 16, kCaptured = 1 << 16;
 constexpr int kDevices = 64;
 
-// Those of the current device, made when they are first asked for; null where there is no memory for them, or while a
+// States of the current device, made when they are first asked for; null where there is no memory for them, or while a
 // graph is captured, which allows no allocation.
 PassState* states_of_device(const Launcher& launch, bool is_captured) {
   static std::mutex mutex;

@@ -59,7 +59,7 @@ template <class T, int kCount>
 struct LineFragments {
   using M = Mma<T>;
 
-  // What the lane adds to a tile's address.
+  // The lane adds this to a tile's address.
   static __device__ uint32_t place_of_a(int lane) { return swizzled(lane % 16, lane / 16); }
   static __device__ uint32_t place_of_b(int lane) {
     return swizzled(line_of_column<kCount>(lane / 16, lane % 8), lane / 8 % 2);
@@ -82,7 +82,7 @@ template <class T>
 struct DepthFragments {
   using M = Mma<T>;
 
-  // What the lane adds to a tile's address.
+  // The lane adds this to a tile's address.
   static __device__ uint32_t place(int lane) { return swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2); }
 
   // Lines `line` and on, the 16 columns from a run on.
@@ -91,7 +91,7 @@ struct DepthFragments {
   }
 };
 
-// Of eight lines, lane q has 2 q and the next one, which right operands have to agree with.
+// Lane q has 2 q and the next one of eight lines, which right operands have to agree with.
 template <>
 struct DepthFragments<float> {
   using M = Mma<float>;

@@ -46,13 +46,13 @@ CUtensorMap encode_map(
   return map;
 }
 
-// Of (B, H, tokens, D), in bytes.
+// Strides of (B, H, tokens, D), in bytes.
 inline cuuint64_t map_stride(const Tensor& x, int dim) {
   // The stride of a dimension of size 1 says nothing, and may not be what the engine takes.
   return x.size(dim) == 1 ? 16 : static_cast<cuuint64_t>(x.stride(dim)) * 2;
 }
 
-// Of a tensor (B, H, tokens, D): boxes of `box` tokens and 16 or 64 columns.
+// Describes a tensor (B, H, tokens, D): boxes of `box` tokens and 16 or 64 columns.
 inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
   const auto size = [&](int dim) { return static_cast<cuuint64_t>(x.size(dim)); };
   return encode_map<4>(
@@ -60,11 +60,11 @@ inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
       {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(box), 1, 1}, columns * 2);
 }
 
-// Of a tensor (B, H, tokens, D): boxes of four runs of `run` tokens and 64 columns, in which the first two tokens of
-// each run come first, then the next two of each. Where such tokens are a product's columns, a lane's sums, of which it
-// has two in every eight, are a run. A box's place is one number, as few dimensions are left: of its first token, with
-// what a batch, a head and a token add to it. Strides need not grow from dimension to dimension, whatever cuda.h says:
-// driver 580.159.04 takes them in any order.
+// Describes a tensor (B, H, tokens, D): boxes of four runs of `run` tokens and 64 columns, in which the first two
+// tokens of each run come first, then the next two of each. Where such tokens are a product's columns, a lane's sums,
+// of which it has two in every eight, are a run. A box's place is one number, as few dimensions are left: of its first
+// token, with what a batch, a head and a token add to it. Strides need not grow from dimension to dimension, whatever
+// cuda.h says: driver 580.159.04 takes them in any order.
 struct RunsMap {
   CUtensorMap map;
   int batch, head, token;

@@ -129,7 +129,7 @@ __device__ __forceinline__ A sum_of_lanes(A x, int width) {
   return x;
 }
 
-// What f(x, y) makes of the lanes whose numbers differ in these bits alone; the same bits in each of them. The compiler
+// Reduces by f(x, y) the lanes whose numbers differ in these bits alone; the same bits in each of them. The compiler
 // need not know them: there is no branch, lanes take part in all exchanges and leave out those along other bits.
 template <class A, class F>
 __device__ __forceinline__ A combine_lanes(A x, uint32_t bits, const F& f) {

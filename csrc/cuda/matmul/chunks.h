@@ -54,7 +54,7 @@ __device__ __forceinline__ int first_at_least(const int32_t* numbers, int count,
   return low;
 }
 
-// What a chunk holds.
+// The contents of a chunk.
 struct Chunk {
   int begin, end;                // its entries
   int first_list, list_after;    // the lists that start in it
@@ -78,7 +78,7 @@ struct Chunk {
     }
   }
 
-  // Whether the last list that starts here goes on in the chunks after this one.
+  // True where the last list that starts here goes on in the chunks after this one.
   __device__ bool last_is_long(const BlockLists& lists) const {
     return first_list < list_after && lists.offsets[list_after] - lists.offsets[list_after - 1] > lists.chunk_size;
   }

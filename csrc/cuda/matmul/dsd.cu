@@ -203,8 +203,8 @@ struct alignas(16) AddedTogether {
   Compute<T> number[kAddedTogether];
 };
 
-// Of `count` splits, first split first; at(split) is where its numbers begin, or null where it has none. Several splits
-// are on their way at once.
+// Adds `count` splits, first split first; at(split) is where its numbers begin, or null where it has none. Several
+// splits are on their way at once.
 template <class T, class F>
 __device__ __forceinline__ AddedTogether<T> sum_of_splits(int64_t count, const F& at) {
   constexpr int kAtOnce = CombineTuning::kSplitsAtOnce;

@@ -41,7 +41,7 @@ struct TileProduct {
   __device__ float* split(int64_t split_of_all, int row) const {
     return splits + (split_of_all * kProductTile + row) * result.width;
   }
-  // Whether a split has the warp tile of a row.
+  // Tells if a split has the warp tile of a row.
   __device__ int32_t* warp_tile_of_split(int64_t split_of_all, int row) const {
     return has_warp_tile + (split_of_all * kProductTile + row) / kWarpTileRows;
   }

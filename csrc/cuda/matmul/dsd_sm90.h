@@ -1,4 +1,4 @@
-// What both kernels of sparse @ dense on Hopper share. A thread block takes work tile after work tile of the layout's
+// Shared by both kernels of sparse @ dense on Hopper. A thread block takes work tile after work tile of the layout's
 // tiles (product_tiles.h), of 128 rows: each of two warpgroups multiplies 64 of them with the dense rows that both
 // share, 64 tokens at a time. A warpgroup that has nothing in such a step goes on to the next one at once, and warps
 // hand over their results, 16 rows each, without waiting for each other.
@@ -13,7 +13,7 @@ namespace ds_sparse::hopper {
 constexpr int kConsumerWarpgroups = kProductTile / kTile;  // warpgroups that multiply
 constexpr int kConsumerWarps = kProductTile / kWarpTileRows;
 
-// What a stage is for, to a consumer warpgroup.
+// The use of a stage, to a consumer warpgroup.
 struct alignas(16) Step {
   uint32_t live;    // a bit for each block of its lines; 0: there is nothing to multiply
   int batch, head;  // of the result, where the work tile ends; head -1: it goes on. batch -1: there is no step any more

@@ -17,7 +17,7 @@ namespace {
 
 using namespace hopper;
 
-// What comes after the rows of a work tile.
+// Where a work tile's values begin, after its rows.
 struct RowsItem {
   int64_t first_value;  // of the work tile's copy of the layout
   int steps;            // -1: there is no work tile

@@ -1,4 +1,4 @@
-// What was tuned in products of blocks, in one place: tiles, stages, thread blocks on a multiprocessor, how lists are
+// Tuned sizes of products of blocks, in one place: tiles, stages, thread blocks on a multiprocessor, how lists are
 // shared out. Measurements, and what was tried besides: docs/lab-notebook.md, "Products with live blocks". The height
 // of the tiles of dense @ dense on Hopper is `sdd_tile` (csrc/checks.h), as ds_sparse/dispatch has it for the index.
 

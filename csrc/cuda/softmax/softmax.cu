@@ -114,7 +114,7 @@ struct RowThreads {
     return combine_lanes(x, ~other_rows, f);
   }
 
-  // Whether several warps have runs of the thread's row, the same for all threads.
+  // True where several warps have runs of the thread's row, the same for all threads.
   __device__ bool has_several_warps() const { return (other_rows | kLanes - 1) != kThreads - 1; }
 
   // Calls f for the threads in the lane's place of all those warps.
@@ -147,7 +147,7 @@ struct ScoreBias {
   int64_t batch, head, token, column;
 };
 
-// Those that are there come first.
+// Biases that are given come first.
 struct ScoreBiases {
   ScoreBias bias[3];
 };
@@ -420,7 +420,7 @@ __global__ void __launch_bounds__(kThreads, SoftmaxTuning::kBackwardThreads / kT
   }
 }
 
-// Of values (B, V, b, b) of so many heads.
+// Describes values (B, V, b, b) of so many heads.
 RowStrips strips_of(
     const std::optional<Tensor>& listed, const Tensor& values, const Tensor& row_offsets, const Tensor& columns,
     int64_t heads, int64_t layout_heads, int64_t block) {
@@ -507,7 +507,7 @@ Tensor softmax_forward(
       if (plain) {
         launch(softmax_forward_kernel<T, true, kThreads>, blocks, kThreads, arguments);
       } else {
-        // What a strip's warps exchange is beside it.
+        // The numbers that a strip's warps exchange lie beside it.
         static_assert(sizeof(Logits<T, kThreads>) + 2 * kThreads * sizeof(Compute<T>) <= kPortableMemory);
         launch.with_shared_memory(
             softmax_forward_kernel<T, false, kThreads>, blocks, kThreads, sizeof(Logits<T, kThreads>), arguments);

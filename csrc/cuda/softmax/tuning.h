@@ -1,4 +1,4 @@
-// What was tuned in softmax over live blocks, in one place: threads, what each of them holds, thread blocks on a
+// Tuned sizes of softmax over live blocks, in one place: threads, what each of them holds, thread blocks on a
 // multiprocessor. Measurements, and what was tried besides: docs/lab-notebook.md, "Softmax over live blocks". How rows
 // are cut into row strips, and into how many threads' elements, is ds_sparse/index/strips.py's choice.
 

@@ -15,7 +15,7 @@
 namespace ds_sparse::token {
 namespace {
 
-// What backward knows of a query: the maximum that its exponents are taken relative to, 1 over the sum of
+// Statistics of a query that backward reads: the maximum that its exponents are taken relative to, 1 over the sum of
 // e^(exponent - row_max), and what is taken off the gradients of its probabilities, the sum of grad_output * output
 // less the gradient of lse.
 template <class A>
@@ -131,7 +131,7 @@ struct TokenForward {
   }
 };
 
-// What the two sweeps of backward are given; grad_lse may be null.
+// Arguments of the two sweeps of backward; grad_lse may be null.
 template <class T>
 struct TokenBackwardArguments {
   using A = Compute<T>;

@@ -1,4 +1,4 @@
-// What the kernels over lists of token pairs share: lists, rows of memory that are gathered, how lists are shared
+// Shared by the kernels over lists of token pairs: lists, rows of memory that are gathered, how lists are shared
 // out among warps. Schemas and shapes: csrc/library.cpp.
 //
 // A list has the keys that a query sees, or the queries that see a key. A warp does a list: groups of
@@ -226,7 +226,7 @@ struct TokenLists {
   __host__ __device__ int64_t work_tiles() const { return batch * heads * work_tiles_of_matrix(); }
   int64_t repeats() const { return batch * heads / (list_batch * list_heads); }
 
-  // Of the matrix, without its token and entries.
+  // The list's matrix, without token and entries.
   __device__ TokenList of_matrix(int64_t matrix) const {
     TokenList list;
     list.matrix = matrix;
@@ -342,7 +342,7 @@ struct GatheredRows {
 
     __device__ __forceinline__ GatheredRow<S> load(int token) const {
       GatheredRow<S> gathered{};
-      // Of 32 bits each, as one instruction multiplies them; the address of token -1 is not read.
+      // Offsets of 32 bits each, as one instruction multiplies them; the address of token -1 is not read.
       const char* row = first + uint64_t{static_cast<uint32_t>(token)} * token_bytes;
 #pragma unroll
       for (int p = 0; p < S::kPieces; ++p) {

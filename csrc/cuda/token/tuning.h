@@ -1,4 +1,4 @@
-// What was tuned in the kernels over lists of token pairs, in one place: warps, lists that are shared, rows on their
+// Tuned sizes of the kernels over lists of token pairs, in one place: warps, lists that are shared, rows on their
 // way, thread blocks on a multiprocessor. Measurements, and what was tried besides: docs/lab-notebook.md.
 
 #pragma once

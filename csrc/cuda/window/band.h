@@ -1,8 +1,9 @@
 // Bands of windows as matrices of tokens by tokens, of which memory has what is near the diagonal.
 //
-// What a band (T, 2w + 1) has for tokens r and c, band[r, c - r + w], lies 2w r + c + w elements from its beginning:
-// rows are 2w apart and columns adjacent, as in a dense matrix of that pitch. So nothing is skewed where columns are
-// tokens: 2w is even, and what begins at an even place in one row does so in all, though rows have an odd length.
+// The number of a band (T, 2w + 1) for tokens r and c, band[r, c - r + w], lies 2w r + c + w elements from its
+// beginning: rows are 2w apart and columns adjacent, as in a dense matrix of that pitch. So nothing is skewed where
+// columns are tokens: 2w is even, and what begins at an even place in one row does so in all, though rows have an odd
+// length.
 
 #pragma once
 
@@ -27,7 +28,7 @@ struct WorkTile {
       : batch(number / tiles / heads), head(number / tiles % heads), tile(number % tiles) {}
 };
 
-// Whether runs of 16 bytes that are aligned in one row are in all; pairs always are.
+// Tells if runs of 16 bytes that are aligned in one row are in all; pairs always are.
 template <class T>
 inline bool has_whole_runs(int64_t window) {
   return 2 * window % kRun<T> == 0;

@@ -59,7 +59,7 @@ struct GroupEdges {
   __device__ bool whole() const { return begin + kWarpRows <= 1 && end >= kGroup && lines >= kWarpRows; }
 };
 
-// What a warp has of its rows and kGroup columns. A lane's sums are runs of kCount columns.
+// A warp's part of its rows and kGroup columns. A lane's sums are runs of kCount columns.
 template <class T, int kCount>
 struct Group {
   static constexpr int kRuns = kGroup / (4 * kCount);  // of a lane, in each of its four rows

@@ -59,7 +59,7 @@ struct RowPlan {
   __device__ int lane() const { return threadIdx.x & lane_bits(); }
   __device__ int row() const { return threadIdx.x % kLanes >> log_lanes; }
 
-  // Which head of the tensor's is matrix `matrix` of the launch.
+  // Finds the tensor's head that is matrix `matrix` of the launch.
   __device__ int64_t head(int64_t matrix) const {
     return count == heads ? matrix : matrix / count * heads + first_head + matrix % count;
   }
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks)
     });
     live.for_each_single(
         lane, lanes, [&](int element) { results[element] = static_cast<T>(power_of(element) * factor); });
-    // What is beside the window.
+    // Numbers beside the window.
     if (exists) {
       for (int element = row + lane; element < begin; element += lanes) {
         results[element] = T(0.0f);

@@ -1,4 +1,4 @@
-// What was tuned in products and softmax of windows, in one place: tiles, stages, thread blocks on a multiprocessor.
+// Tuned sizes of products and softmax of windows, in one place: tiles, stages, thread blocks on a multiprocessor.
 // Measurements, and what was tried besides: docs/lab-notebook.md, "Windows".
 
 #pragma once

@@ -31,8 +31,8 @@ struct Span {
   __device__ bool meets(int from, int to) const { return begin <= to && end > from; }
 };
 
-// What a tile of a band has, in numbers of the tile: line i is a row of the band if it is below `lines`, its window is
-// the columns from begin + i to end + i - 1, and the columns from `first` to last - 1 are tokens that there are.
+// The edges of a tile of a band, counted in the tile: line i is a row of the band if it is below `lines`, its window
+// is the columns from begin + i to end + i - 1, and the columns from `first` to last - 1 are tokens that there are.
 struct TileEdges {
   int begin, end, first, last, lines;
 
@@ -44,7 +44,7 @@ struct TileEdges {
         last(limited(band.tokens - column)),
         lines(limited(band.tokens - row)) {}
 
-  // Of the tile that begins so many lines and columns on.
+  // Edges of the tile that begins so many lines and columns on.
   __device__ TileEdges from(int line, int column) const {
     TileEdges edges = *this;
     edges.begin += line - column;
@@ -55,7 +55,7 @@ struct TileEdges {
     return edges;
   }
 
-  // What there is of the window of a line.
+  // The part of a line's window that exists.
   __device__ Span of(int line) const {
     return {max(begin + line, first), line < lines ? min(end + line, last) : -kNowhere};
   }
@@ -115,12 +115,12 @@ class BandTile {
   int64_t pitch_;
 };
 
-// What products take of a tile at a time: kDepth numbers that are summed, of all tokens.
+// The part of a tile that products take at a time: kDepth numbers that are summed, of all tokens.
 template <class T, bool kTransposed>
 class BandFragments {
  public:
   using M = Mma<T>;
-  // Those of two products in 32 bits would leave too few registers.
+  // Operands of two products in 32 bits would leave too few registers.
   static constexpr int kGroups = kWarpTokens / 8, kProducts = sizeof(T) == 2 ? 2 : 1;
   static constexpr int kDepth = kProducts * M::kDepth;
 
@@ -148,7 +148,7 @@ class BandFragments {
     }
   }
 
-  // What the lane adds to a tile's address.
+  // The lane adds this to a tile's address.
   static __device__ uint32_t place() {
     if constexpr (sizeof(T) == 2) {
       return kTransposed ? swizzled(lane() % 16, lane() / 16) : swizzled(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
@@ -158,7 +158,7 @@ class BandFragments {
     }
   }
 
-  // Those from the `first` of a tile on.
+  // Reads numbers from the `first` of a tile on.
   __device__ __forceinline__ void read(uint32_t address, int first) {
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
@@ -184,7 +184,7 @@ class BandFragments {
     }
   }
 
-  // What is there beside the beginnings of windows becomes zero. `edges`: of the tile that begins here.
+  // Numbers before the beginnings of windows become zero. `edges`: of the tile that begins here.
   __device__ __forceinline__ void clear_beside(const TileEdges& edges) {
     constexpr int bits = 8 * sizeof(T);
 #pragma unroll
@@ -259,7 +259,7 @@ struct UnwindowArguments {
   int column_tiles;
 };
 
-// What a kernel is made of. kKBlocks: of a thread block's depth.
+// The parts of a kernel. kKBlocks: of a thread block's depth.
 template <class T, bool kTransposed, int kCount, int kKBlocks>
 struct KernelShape {
   using Tile = BandTile<T, kTransposed, kCount>;
