@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers import NEEDS_COMPILER
-
-GRAPH_DTYPES = (
-    pytest.param(torch.float32, marks=pytest.mark.slow_on_cpu("sums of bf16 have another dtype, so it shows more")),
-    torch.bfloat16,
-)
-"""Where numbers do not matter: of schemas, fake tensors and graphs."""
 
 BACKENDS = (
     "aot_eager",
