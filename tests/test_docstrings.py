@@ -109,30 +109,3 @@ def test_a_docstring_has_what_the_signature_asks_for_and_an_example_that_runs(na
     for test in tests:
         doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=said.append)
     assert not said, "".join(said)
-
-
-def complete(query: int, key: int = 0) -> int:
-    """Adds.
-
-    Args:
-        query, key: numbers.
-
-    Returns:
-        The sum.
-    """
-    return query + key
-
-
-@pytest.mark.parametrize(
-    "text, instead, fault",
-    [
-        ("Adds.\n", "Adds\n", "a summary of one line"),
-        ("query, key: numbers", "query: a number", "argument key"),
-        ("query, key:", "query, key, value:", "argument value in the signature"),
-        ("Returns:", "It returns", "Returns"),
-    ],
-)
-def test_a_missing_part_is_found(text: str, instead: str, fault: str, monkeypatch: pytest.MonkeyPatch):
-    assert faults_of_function(complete) == []
-    monkeypatch.setattr(complete, "__doc__", complete.__doc__.replace(text, instead))
-    assert faults_of_function(complete) == [fault]

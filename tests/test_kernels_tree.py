@@ -41,17 +41,10 @@ def make_tree(output: Path, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def variants(tree: Path) -> dict[str, dict]:
-    """The metadata of each variant, by the part of its name that is the backend's."""
-    found = {path.parent.name: json.loads(path.read_text()) for path in tree.glob("build/*/metadata.json")}
-    return {name.split("-")[3]: metadata for name, metadata in found.items()}
-
-
 def run(code: str, tree: Path) -> str:
     places = {"LOCAL_KERNELS": f"org/ds_sparse={tree}", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | places, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=os.environ | places, capture_output=True, text=True, check=False)
     assert not result.returncode, result.stderr
     return result.stdout
 
@@ -124,13 +117,11 @@ q = torch.ones(1, 1, 16, 8)
 assert torch.equal(ds_sparse.block_sparse_attention(q, q, q, torch.ones(1, 1), block=16), q)
 """
     sentence, first = run("from kernels import get_kernel" + code, tree).splitlines()
-    assert sentence.startswith(
-        f"ds_sparse is imported from {first}, and a process has one; use that one, or load the one "
-    )
-    assert f" in {tree}/build/" in sentence
+    said = f"ds_sparse is imported from {first}, and a process has one; use that one, or load the one "
+    assert sentence.startswith(said) and f" in {tree}/build/" in sentence
 
 
-def test_kernel_builder_is_told_of_every_source_once(tree: Path):
+def test_kernel_builder_is_told_of_every_source_once_and_of_the_flags_of_chips(tree: Path):
     told = tomllib.loads((tree / "build.toml").read_text())
     assert told["torch"]["stable-abi"] == {"cpu": "2.11", "cuda": "2.11"}
     there = {str(path.relative_to(tree)) for path in tree.glob("csrc/**/*.*")}
@@ -140,10 +131,7 @@ def test_kernel_builder_is_told_of_every_source_once(tree: Path):
         assert len(sources) == len(set(sources))
         wanted = {path for path in there if path.endswith(suffixes)}
         assert set(sources) == wanted | {"torch-ext/torch_binding.cpp"}
-
-
-def test_kernel_builder_is_told_the_flags_of_chips(tree: Path):
-    kernels = tomllib.loads((tree / "build.toml").read_text())["kernel"]
+    kernels = told["kernel"]
     assert kernels["cuda_portable"]["cuda-capabilities"] == ["8.0", "9.0+PTX", "10.0", "12.0"]
     assert kernels["cuda_sm90"]["cuda-capabilities"] == ["9.0a"]
     assert all(source.endswith("_sm90.cu") for source in kernels["cuda_sm90"]["src"])
@@ -196,14 +184,14 @@ def test_a_wheel_gives_a_variant_for_each_backend_of_its_libraries(tmp_path: Pat
         files.writestr("ds_sparse/launcher/__init__.py", "")
     result = make_tree(tmp_path / "tree", wheel)
     assert not result.returncode, result.stderr
-    found = variants(tmp_path / "tree")
+    metadata = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("tree/build/*/metadata.json")}
+    found = {name.split("-")[3]: of_variant for name, of_variant in metadata.items()}
     assert found.keys() == {"cpu", "cu126", "cu130"}
     assert found["cpu"]["backend"] == {"type": "cpu"}
     assert found["cu126"]["backend"] == {"type": "cuda", "archs": ["8.0", "9.0+PTX", "10.0", "12.0"]}
     assert found["cpu"]["digest"]["files"].keys() == {"__init__.py", "lib/libds_sparse_cpu.so"}
-    assert found["cu130"]["digest"]["files"].keys() == {
-        "__init__.py", "lib/libds_sparse_cpu.so", "lib/libds_sparse_cuda.so",
-    }  # fmt: skip
+    libraries = {"lib/libds_sparse_cpu.so", "lib/libds_sparse_cuda.so"}
+    assert found["cu130"]["digest"]["files"].keys() == {"__init__.py", *libraries}
 
 
 def test_without_a_library_it_says_how_to_get_one(tmp_path: Path):
@@ -217,9 +205,6 @@ def test_without_a_library_it_says_how_to_get_one(tmp_path: Path):
         "-e .`, or name a wheel of ds_sparse.\n"
     )
     assert not (tmp_path / "tree").exists()
-
-
-def test_what_is_no_wheel_is_told_so(tmp_path: Path):
     result = make_tree(tmp_path / "tree", tmp_path / "absent.whl")
     assert f"{tmp_path}/absent.whl is no wheel; make one with `bash .ci/wheel`, or leave it out." in result.stderr
 

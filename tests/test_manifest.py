@@ -54,16 +54,10 @@ def tracked(folder: str) -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize(
-    "folder", ["benchmarks", "csrc", "ds_sparse", "launcher", "examples", "configs", "tests", "docs"]
-)
-def test_the_source_distribution_has_every_file_of(folder: str, packed: set[str]):
-    files = set(tracked(folder))
-    assert files
-    assert files <= packed
-
-
-def test_the_source_distribution_has_what_a_build_reads_and_nothing_built(packed: set[str]):
+def test_the_source_distribution_has_every_file_and_nothing_built(packed: set[str]):
+    for folder in ("benchmarks", "csrc", "ds_sparse", "launcher", "examples", "configs", "tests", "docs"):
+        assert tracked(folder)
+        assert not set(tracked(folder)) - packed
     assert {"setup.py", "pyproject.toml", "README.md", "LICENSE"} <= packed
     assert not [name for name in packed if name.endswith((".so", ".o", ".pyc"))]
 

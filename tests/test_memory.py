@@ -1,7 +1,5 @@
 """What can never fit is refused in words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -15,7 +15,6 @@ from ds_sparse import _ops
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = ROOT / "csrc" / "cuda"
-NAMES = ROOT / "tests" / "data" / "torch_2_11_names.txt"
 HEADERS = ("torch/csrc/stable", "torch/headeronly", "torch/csrc/inductor/aoti_torch/c")
 
 
@@ -31,16 +30,14 @@ def names_of(include: Path) -> set[str]:
     return set().union(*found)
 
 
-@pytest.fixture(scope="module")
-def names_of_2_11() -> set[str]:
-    return set(NAMES.read_text().split())
+NAMES_OF_2_11 = set((ROOT / "tests" / "data" / "torch_2_11_names.txt").read_text().split())
 
 
 @pytest.fixture(scope="module")
-def newer_names(names_of_2_11: set[str]) -> set[str]:
+def newer_names() -> set[str]:
     if not torch.__version__.startswith("2.13."):
         pytest.skip("later headers have more words that mean nothing here; torch 2.13's are compared with 2.11's")
-    return names_of(Path(torch.__file__).parent / "include") - names_of_2_11
+    return names_of(Path(torch.__file__).parent / "include") - NAMES_OF_2_11
 
 
 SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
@@ -56,9 +53,9 @@ def test_a_source_uses_no_name_that_torch_2_11_lacks(source: Path, newer_names: 
     assert not newer, f"torch 2.11's headers do not have {sorted(newer)}; use what they have, or other names of our own"
 
 
-def test_names_newer_than_torch_2_11_are_seen(names_of_2_11: set[str]):
+def test_names_newer_than_torch_2_11_are_seen():
     used = words("STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream)); // torch_new_name")
-    assert used - names_of_2_11 == {"STABLE_TORCH_ERROR_CODE_CHECK"}
+    assert used - NAMES_OF_2_11 == {"STABLE_TORCH_ERROR_CODE_CHECK"}
 
 
 def test_a_family_of_kernels_includes_its_own_headers_and_common_ones_alone():
@@ -98,16 +95,11 @@ LIBRARIES = [
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_asks_torch_2_11_for_nothing_newer(library: Path, names_of_2_11: set[str]):
+def test_a_library_asks_torch_2_11_for_nothing_newer_and_takes_the_shared_library_of_cpp(library: Path):
     """Symbols that headers bring in by themselves count, too."""
     symbols = {name.decode() for name in re.findall(rb"(?<!\w)(?:aoti_)?torch_\w+(?=\0)", library.read_bytes())}
-    assert len(symbols) > 20
-    assert symbols <= names_of_2_11
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_takes_the_shared_library_of_cpp(library: Path):
-    """With one of its own, an error that has a number in its text would end the process."""
+    assert len(symbols) > 20 and symbols <= NAMES_OF_2_11
+    # With one of its own, an error that has a number in its text would end the process.
     assert b"\0libstdc++.so.6\0" in library.read_bytes()
 
 
@@ -176,16 +168,10 @@ def test_nvcc_gets_machine_code_and_ptx_for_them(setup):
     assert setup("targets_of")(WITHOUT_GPU) == [f"-gencode={x}" for x in code]
 
 
-@pytest.mark.parametrize(
-    "choice, listed, gpus, wanted",
-    [
-        ("", "", (), False),
-        ("", "", ("9.0",), True),
-        ("", "9.0", (), True),
-        ("1", "", (), True),
-        ("0", "9.0", ("9.0",), False),
-    ],
-)
+ASKED = [("", "", (), False), ("", "", ("9.0",), True), ("", "9.0", (), True), ("1", "", (), True)]
+
+
+@pytest.mark.parametrize("choice, listed, gpus, wanted", [*ASKED, ("0", "9.0", ("9.0",), False)])
 def test_the_cuda_library_is_built_where_a_gpu_is_or_it_is_asked_for(setup, monkeypatch, choice, listed, gpus, wanted):
     monkeypatch.setenv("DS_SPARSE_CUDA", choice)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)

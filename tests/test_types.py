@@ -24,16 +24,12 @@ follow_imports = skip
 """Of a client. The types of other packages are not ours to check, and take most of the time."""
 
 
-def imported_for_type_checkers() -> dict[str, str]:
-    """Name to module of what ds_sparse/__init__.py imports under TYPE_CHECKING."""
+def test_type_checkers_are_offered_each_public_name_and_no_other():
+    """Under TYPE_CHECKING ds_sparse/__init__.py imports what it gives at run time."""
     tree = ast.parse((ROOT / "ds_sparse" / "__init__.py").read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or "": node.module or "" for node in imports for alias in node.names}
-
-
-def test_type_checkers_are_offered_each_public_name_and_no_other():
-    imported = imported_for_type_checkers()
+    imported = {alias.asname or "": node.module or "" for node in imports for alias in node.names}
     assert imported.keys() == ds_sparse._PUBLIC.keys()
     assert not [name for name, module in imported.items() if not f"{module}.".startswith(f"{ds_sparse._PUBLIC[name]}.")]
 
@@ -43,24 +39,15 @@ def test_an_interactive_session_is_offered_the_public_names_alone():
     assert "__version__" in dir(ds_sparse)
 
 
-def checked(folder: Path, program: str) -> str:
-    """What strict mypy says of a program whose environment has ds_sparse."""
-    pytest.importorskip("mypy", reason="mypy is not installed")
-    (folder / "program.py").write_text(program)
-    (folder / "mypy.ini").write_text(SETTINGS)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mypy", "program.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
-
-
 @pytest.mark.slow("mypy reads all of the package")
 def test_strict_mypy_takes_every_public_name_from_us_and_refuses_others(tmp_path: Path):
-    names = [f"ds_sparse.{name}" for name in ds_sparse.__all__]
-    said = checked(
-        tmp_path, "\n".join(["import ds_sparse", *names, "reveal_type(ds_sparse.sparsify)", "ds_sparse.nme"])
-    )
-    lines = said.splitlines()
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    names = [f"ds_sparse.{name}" for name in (*ds_sparse.__all__, "nme")]
+    (tmp_path / "program.py").write_text("\n".join(["import ds_sparse", "reveal_type(ds_sparse.sparsify)", *names]))
+    (tmp_path / "mypy.ini").write_text(SETTINGS)
+    environment, command = os.environ | {"PYTHONPATH": str(ROOT)}, [sys.executable, "-m", "mypy", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
     assert "ds_sparse.models.report.SparsifyReport" in lines[0]
     assert lines[1].endswith('Module has no attribute "nme"  [attr-defined]')
     assert lines[2].startswith("Found 1 error")

@@ -5,11 +5,6 @@ import pytest
 from ds_sparse.tools.wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
 
 
-@pytest.mark.parametrize("value", ["a", 16, True, None, [1, "é"], {"a": 0.5}])
-def test_a_value_stands_as_in_the_file(value):
-    assert show(value) == json.dumps(value, ensure_ascii=False)
-
-
 def test_what_would_move_a_terminals_cursor_or_a_line_is_escaped():
     text = "a\n\x00\x1b[31m\x7f\x9b\u2028\u202e\ud800é"
     assert printable(text) == r"a\n\u0000\u001b[31m\u007f\u009b\u2028\u202e\ud800é"
@@ -17,7 +12,7 @@ def test_what_would_move_a_terminals_cursor_or_a_line_is_escaped():
 
 
 def test_a_long_value_is_cut_and_its_length_said():
-    assert show("y" * 78) == json.dumps("y" * 78)
+    assert show("y" * 78) == json.dumps("y" * 78) and show([1, "é", None]) == '[1, "é", null]'
     assert show("y" * 5000) == f'"{"y" * 59}... (5,002 characters)'
     assert cut("abc" * 100, 60) == f"{('abc' * 100)[:40]}... (300 characters)"
 
