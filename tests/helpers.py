@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse.dispatch import choice
 from ds_sparse.layout import as_bool_layout
@@ -42,6 +43,16 @@ def counted_waits():
     """Counts the waits of streams for events; they do wait."""
     wait_event = torch.cuda.Stream.wait_event
     return mock.patch.object(torch.cuda.Stream, "wait_event", autospec=True, side_effect=wait_event)
+
+
+class CountedOperators(TorchDispatchMode):
+    """Counts the operators of PyTorch that are called."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.number += 1
+        return operator(*args, **(kwargs or {}))
 
 
 def is_hopper(device: torch.device | str) -> bool:

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from helpers import EXAMPLES, Layout, as_on_hopper, is_hopper, layouts, seeded
+from helpers import EXAMPLES, CountedOperators, Layout, as_on_hopper, is_hopper, layouts, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
 from ds_sparse.index import block as block_module
@@ -101,18 +100,10 @@ def test_only_products_that_walk_tiles_have_slots(block: int):
 def test_building_takes_few_operations(block: int):
     # On a GPU each takes 10 us or more of the host's time, and one call of attention a millisecond.
     layout = BSLongformerSparsityConfig(num_heads=1, block=block, num_sliding_window_blocks=9).make_bool_layout(4096)
-    with CountOperations() as counted, as_on_hopper():
+    with CountedOperators() as counted, as_on_hopper():
         index = BlockIndex.build(layout, block)
     assert {("rows", 128), ("columns", 128)} <= index._made.keys()
     assert counted.number <= 76
-
-
-class CountOperations(TorchDispatchMode):
-    number = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.number += 1
-        return operation(*args, **(kwargs or {}))
 
 
 def assert_index_of(index: BlockIndex, live: torch.Tensor, heads: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from helpers import seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_sparse import BlockIndex, TokenIndex, WindowIndex, block_sparse_attention
+from ds_sparse import BlockIndex, TokenIndex, block_sparse_attention
 from ds_sparse.index import cache
 from ds_sparse.index.cache import Cache, Contents, Refusal, can_tell, memory_of
 from ds_sparse.index.master_layout import MasterLayout
@@ -173,29 +173,22 @@ def test_all_that_an_index_keeps_counts():
     layout = torch.rand(2, 6, 6, generator=seeded()) < 0.5
     index = BlockIndex.build(layout, 16)
     before = memory_of(index)
-    assert before >= index.bits.nbytes + index.row_tiles.entries.nbytes + index.column_tiles.entries.nbytes
-    index.with_lists()
-    with_lists = memory_of(index)
-    assert with_lists == before + sum(x.nbytes for x in vars(index.lists).values() if isinstance(x, torch.Tensor))
-    cut = index.causal()
+    lists = (x.nbytes for x in vars(index.with_lists().lists).values() if isinstance(x, torch.Tensor))
+    assert memory_of(index) == before + sum(lists)
+    with_lists, cut = memory_of(index), index.causal()
     assert memory_of(index) == with_lists + memory_of(cut)
-    kept = Cache()
+    kept, x = Cache(), torch.zeros(3)
     kept.get("operations", lambda: (MatMul(index, 16, "sdd"), Softmax(index, 16)))
     assert memory_of(kept) == memory_of(index)
+    kept.get("key", lambda: Index(5), owners=[x, index])
+    assert memory_of(kept) == memory_of(index) + 5 + x.nbytes
     master = MasterLayout(layout, 16)
-    assert memory_of(master) == layout.nbytes
     of_master = master.index(96, torch.device("cpu"))
     assert memory_of(master) == layout.nbytes + memory_of(of_master)
-    windows = WindowIndex.build(96, 3, dilation=2)
-    others = (windows.limits, windows.order, windows.inverse)
-    assert memory_of(windows) == memory_of(windows.blocks) + sum(x.nbytes for x in others)
-    kept, x = Cache(), torch.zeros(3)
-    kept.get("key", lambda: Index(5), owners=[x, index])
-    assert memory_of(kept) == 5 + x.nbytes
     pairs = TokenIndex.from_mask(torch.ones(4, 5, dtype=torch.bool))
     before = memory_of(pairs)
-    _ = pairs.by_key
-    assert memory_of(pairs) == before + sum(x.nbytes for x in pairs.by_key)
+    made = sum(x.nbytes for x in pairs.by_key)
+    assert memory_of(pairs) == before + made
 
 
 TENSORS = {
@@ -258,7 +251,8 @@ def test_what_nothing_tells_of_a_change_keeps_nothing():
         x = torch.ones(2)
     assert not can_tell(x)
     with torch.inference_mode():
-        assert can_tell(torch.ones(2)) and not can_tell(torch.ones(2, device="meta"))
+        here, elsewhere = torch.ones(2), torch.ones(2, device="meta")
+    assert can_tell(here) and not can_tell(elsewhere) and Contents(here).are_of(here)
     with pytest.raises(ValueError, match="Nothing tells"):
         Contents(x)
     kept = Cache()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from collections.abc import Callable
 from unittest import mock
 
@@ -133,41 +131,6 @@ def test_a_write_counts_however_it_is_made(write: str, call: Callable, given: to
     before = call(given)
     WRITES[write](given)[...] = WRITES[write](torch.tensor(then, dtype=given.dtype))
     assert torch.equal(call(given), call(given.clone())) and not torch.equal(call(given), before)
-
-
-def test_an_index_is_kept_until_its_tensors_change_or_go():
-    values, ends = torch.tensor([0, 4, 1, 2]), torch.tensor([1, 1, 3, 4])
-    built = []
-
-    def index(*tensors: torch.Tensor) -> TokenIndex:
-        def build() -> TokenIndex:
-            built.append(1)
-            return TokenIndex.from_csr(*tensors, 4, 5)
-
-        return index_of_lists(build, tensors, 4, 5)
-
-    first = index(values, ends)
-    assert index(values, ends) is first and len(built) == 1
-    values[0] = 3
-    second = index(values, ends)
-    assert second is not first and int(second.columns[0]) == 3
-    ends[0] = 0
-    assert index(values, ends).row_offsets.tolist() == [0, 0, 1, 3, 4]
-    assert index(values, ends.clone()) is not index(values, ends)
-    kept = weakref.ref(index(values, ends))
-    del values
-    gc.collect()
-    assert kept() is None
-
-
-def test_tensors_made_in_inference_mode_are_kept_until_they_change():
-    with torch.inference_mode():
-        layout = torch.ones(2, 2, dtype=torch.bool)
-    first = index_of_layout(layout, 16, CPU)
-    assert index_of_layout(layout, 16, CPU) is first
-    with torch.inference_mode():
-        layout[0, 1] = False
-    assert index_of_layout(layout, 16, CPU).live_blocks == 3
 
 
 def test_a_layout_for_each_sample_gets_a_sentence():

@@ -9,10 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from helpers import EXAMPLES, Pairs, generator, random_pairs, seeded
+from helpers import EXAMPLES, CountedOperators, Pairs, generator, random_pairs, seeded
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BlockIndex, TokenIndex, sparse_matmul
 from ds_sparse.index.token_forms import tensors_in
@@ -337,13 +336,3 @@ def test_packing_takes_no_more_steps_for_more_documents():
 def test_pairs_that_do_not_fit_packed_documents_are_refused(index: TokenIndex, arguments: dict, sentence: str):
     with pytest.raises(ValueError, match=sentence):
         index.packed(torch.tensor([0, 2, 6]), **arguments)
-
-
-class CountedOperators(TorchDispatchMode):
-    """Counts the operators of PyTorch that are called."""
-
-    number = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.number += 1
-        return function(*args, **(kwargs or {}))
