@@ -12,15 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_sparse
 from ds_sparse import BlockIndex, TokenIndex, WindowIndex
-from ds_sparse.dispatch import (
-    IMPLEMENTATIONS,
-    Call,
-    choice,
-    choose,
-    forced_implementation,
-    implementations,
-    reasons,
-)
+from ds_sparse.dispatch import IMPLEMENTATIONS, Call, choice, choose, forced_implementation, implementations, reasons
 from ds_sparse.dispatch.strides import readable_in_boxes
 
 GPU = torch.device("cuda:0")

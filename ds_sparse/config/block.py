@@ -215,12 +215,7 @@ def read_block(
 
 
 def _read_entries(
-    others: Reading,
-    alone: Mapping[str, Any],
-    entries: Any,
-    num_heads: int,
-    seq_len: int | None,
-    num_layers: int | None,
+    others: Reading, alone: Mapping[str, Any], entries: Any, num_heads: int, seq_len: int | None, num_layers: int | None
 ) -> dict[str, tuple[Choice, SparsityConfig] | None]:
     """Reads the `layers` of a block, whose other keys `others` has read. Mistakes and notices go there too, each
     once."""

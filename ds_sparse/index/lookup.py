@@ -82,12 +82,7 @@ def packed_index_of(
 
 
 def row_index_of(
-    layout: Tensor | BlockIndex,
-    cu_seqlens: Tensor,
-    block: int | None,
-    tokens: int,
-    causal: bool,
-    device: torch.device,
+    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, causal: bool, device: torch.device
 ) -> WindowIndex:
     """Index of a row's layout that ends at the borders of documents, built at first use and after a change."""
 

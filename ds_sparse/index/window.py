@@ -174,12 +174,7 @@ class WindowIndex(OnDevice):
 
 @outside_transforms
 def index_of_row(
-    layout: Tensor | BlockIndex,
-    cu_seqlens: Tensor,
-    block: int | None,
-    tokens: int,
-    causal: bool,
-    device: torch.device,
+    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, causal: bool, device: torch.device
 ) -> WindowIndex:
     """Index of the blocks of a row's layout in which a document sees itself, with the range of its document for each
     token. The layout, as of `PackedIndex.build`, has the row's blocks or more, of which the top-left ones count. Raises

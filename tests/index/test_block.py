@@ -353,11 +353,7 @@ def test_a_block_may_be_a_number_of_numpy():
         (torch.ones(2, dtype=torch.bool), ValueError, "shape"),
         ([[1, 0], [0, 1]], TypeError, "torch tensor"),
         (torch.eye(2).to_sparse_csr(), TypeError, r"layout torch\.sparse_csr; give layout\.to_dense\(\) != 0"),
-        (
-            torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 2)]),
-            TypeError,
-            r"nested; give layout",
-        ),
+        (torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 2)]), TypeError, r"nested; give layout"),
     ],
 )
 def test_layouts_that_cannot_be(layout: object, error: type[Exception], sentence: str):

@@ -197,30 +197,14 @@ HORIZONTAL = 'only "bi-directional" attentions can support horizontal global att
 WRONG = [
     ("BigBird", {"attention": "both"}, ATTENTION),
     *(("BigBird", {f"num_{what}_blocks": -1}, BELOW + "0") for what in ("random", "sliding_window", "global")),
-    (
-        "BSLongformer",
-        {"global_block_indices": [0, 5], "global_block_end_indices": []},
-        LENGTHS,
-    ),
-    (
-        "BSLongformer",
-        {"global_block_indices": [4], "global_block_end_indices": [2]},
-        ORDER,
-    ),
+    ("BSLongformer", {"global_block_indices": [0, 5], "global_block_end_indices": []}, LENGTHS),
+    ("BSLongformer", {"global_block_indices": [4], "global_block_end_indices": [2]}, ORDER),
     ("BSLongformer", {"attention": "both"}, ATTENTION),
     ("BSLongformer", {"num_sliding_window_blocks": -1}, BELOW + "0"),
-    (
-        "Fixed",
-        {"num_local_blocks": 5, "num_global_blocks": 2},
-        "window, 5, must be dividable by number of global",
-    ),
+    ("Fixed", {"num_local_blocks": 5, "num_global_blocks": 2}, "window, 5, must be dividable by number of global"),
     ("Fixed", {"attention": "sideways"}, ATTENTION),
     ("Fixed", {"attention": "unidirectional", "horizontal_global_attention": True}, HORIZONTAL),
-    (
-        "Fixed",
-        {"num_different_global_patterns": 2},
-        "a single layout for all heads! Set different_layout_per",
-    ),
+    ("Fixed", {"num_different_global_patterns": 2}, "a single layout for all heads! Set different_layout_per"),
     (
         "Fixed",
         {"different_layout_per_head": True, "num_different_global_patterns": 5},
@@ -255,11 +239,7 @@ SHORT = [
     ("BigBird", {"num_sliding_window_blocks": 1, "num_global_blocks": 5}, "Number of global blocks, 5, must be"),
     ("BSLongformer", {}, "Number of sliding window blocks, 3, must be"),
     ("Variable", {"num_random_blocks": 3}, "Number of random blocks, 3, must be"),
-    (
-        "Variable",
-        {"global_block_indices": [-3]},
-        "Global block index -3 counts from .* has only 2 blocks!",
-    ),
+    ("Variable", {"global_block_indices": [-3]}, "Global block index -3 counts from .* has only 2 blocks!"),
 ]
 
 
