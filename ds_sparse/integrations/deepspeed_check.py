@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import functools
 import inspect
 import logging
 import re
@@ -165,9 +166,14 @@ def _refused_together(passed: dict[str, Any], config: Mapping[str, Any]) -> list
     error = _error_of(passed)
     if error is None:
         return []
-    without = {key: {other: value for other, value in passed.items() if other != key} for key in passed}
-    involved = [show_key(key) for key, rest in without.items() if _error_of(rest) is None]
-    return [f"{', '.join(involved)}{': ' if involved else ''}DeepSpeed refuses it: {_in_words(error)}"]
+    involved = ", ".join(map(show_key, _involved(passed, _error_of)))
+    return [f"{involved}{': ' if involved else ''}DeepSpeed refuses it: {_in_words(error)}"]
+
+
+def _involved(given: Mapping[str, Any], error_of: Callable[[dict[str, Any]], Exception | None]) -> list[str]:
+    """The keys without any one of which there is no error."""
+    without = {key: {other: value for other, value in given.items() if other != key} for key in given}
+    return [key for key, rest in without.items() if error_of(rest) is None]
 
 
 def _numbers_in_quotes(config: Mapping[str, Any]) -> list[str]:
@@ -296,19 +302,13 @@ def _refused_of_all(params: Mapping[str, Any]) -> str | None:
     """DeepSpeed's refusal of parameters before it looks at whose they are."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    class Looked(Exception):
-        pass
-
-    def look() -> str:
-        raise Looked
-
-    engine = SimpleNamespace(optimizer_params=lambda: params, optimizer_name=look)
+    engine = SimpleNamespace(optimizer_params=lambda: params)
     try:
         DeepSpeedEngine._configure_basic_optimizer(engine, [])
-    except Looked:
-        return None
     except ValueError as error:
         return _in_words(error)
+    except AttributeError:  # it looks whose they are
+        return None
     return None
 
 
@@ -379,8 +379,7 @@ def _refused(at: str, cls: type, params: Mapping[str, Any], auto: list[str], mak
     error = _not_made(make, params)
     if error is None:
         return []
-    without = {key: {other: value for other, value in params.items() if other != key} for key in params}
-    involved = [key for key, rest in without.items() if _not_made(make, rest) is None]
+    involved = _involved(params, functools.partial(_not_made, make))
     got = ", ".join(f"{at}.{show_key(key)}: got {show(params[key])}" for key in involved) or f"{at}: got {show(params)}"
     hints = "".join(hint_of_text(params[key]) for key in involved)
     return [f"{got}; {cls.__name__} refuses it: {_in_words(error)}{hints}"]

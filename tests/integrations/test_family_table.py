@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from transformers.utils import logging
 
-from ds_sparse.integrations.transformers import family_table
 from ds_sparse.integrations.transformers.family_table import FAMILIES, markdown, rows
 
 DOCS = Path(__file__).parents[2] / "docs" / "transformers.md"
@@ -28,6 +28,6 @@ def test_a_family_that_this_transformers_does_not_have_is_said(monkeypatch):
 
 
 def test_nothing_is_left_behind(capsys):
-    verbosity = family_table.logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     list(rows(["T5"]))
-    assert capsys.readouterr() == ("", "") and family_table.logging.get_verbosity() == verbosity
+    assert capsys.readouterr() == ("", "") and logging.get_verbosity() == verbosity

@@ -84,7 +84,7 @@ class Converter(ABC):
                 f"model.{model.base_model_prefix}), or one of {', '.join(self.source + head for head in self.heads)}."
             )
         cls = getattr(transformers, name.replace(self.source, self.target))
-        converted = cls(self._config(cls, model.config)).to(model.dtype)
+        converted = cls(self._config(cls, model)).to(model.dtype)
         there, here = f"{model.base_model_prefix}.", f"{converted.base_model_prefix}."
         weights = {
             here + key.removeprefix(there) if key.startswith(there) else key: weight
@@ -97,9 +97,9 @@ class Converter(ABC):
             say(f"left out, as {cls.__name__} does not have it: {', '.join(unexpected)}.")
         return converted.eval()
 
-    def _config(self, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    def _config(self, cls: type[PreTrainedModel], model: PreTrainedModel) -> PreTrainedConfig:
         left_out = {*self.own_keys, *_OF_THE_CLASS}
-        return cls.config_class(**{key: value for key, value in config.to_dict().items() if key not in left_out})
+        return cls.config_class(**{key: value for key, value in model.config.to_dict().items() if key not in left_out})
 
 
 class BigBirdConverter(Converter):
@@ -131,12 +131,8 @@ class BigBirdConverter(Converter):
         # Up to so many blocks Transformers attends to all.
         if config.attention_type == "original_full" or blocks <= 5 + 2 * random_blocks:
             return {"mode": "dense", "block": config.block_size}
-        structure: Block = {
-            "mode": "transformers_bigbird",
-            "block": config.block_size,
-            "num_random_blocks": random_blocks,
-            "seed": 0,
-        }
+        structure: Block = {"mode": "transformers_bigbird", "block": config.block_size}
+        structure |= {"num_random_blocks": random_blocks, "seed": 0}
         by_layer = {str(layer): {"seed": layer} for layer in range(1, config.num_hidden_layers)}
         return structure | ({"layers": by_layer} if by_layer else {})
 
@@ -144,13 +140,9 @@ class BigBirdConverter(Converter):
 class LongformerConverter(Converter):
     source, target = "Longformer", "Roberta"
     heads = (
-        "Model",
-        "ForMaskedLM",
-        "ForSequenceClassification",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
+        "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
         "ForMultipleChoice",
-    )
+    )  # fmt: skip
     own_keys = ("attention_window", "onnx_export")
 
     def weights(self, model: PreTrainedModel) -> Weights:
@@ -164,12 +156,12 @@ class LongformerConverter(Converter):
         return _windows(sides, self.longest(model), global_blocks)
 
     def _layers(self, model: PreTrainedModel) -> list[Any]:
-        """The modules that compute attention, of each layer."""
+        """The modules that compute attention, of each layer of the encoder."""
         base: Any = model.base_model
         return [layer.attention.self for layer in base.encoder.layer]
 
 
-class LEDConverter(Converter):
+class LEDConverter(LongformerConverter):
     source, target = "LED", "Bart"
     heads = ("Model", "ForConditionalGeneration", "ForQuestionAnswering")
     own_keys = ("attention_window", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
@@ -181,30 +173,23 @@ class LEDConverter(Converter):
         return converted
 
     def weights(self, model: PreTrainedModel) -> Weights:
-        _say_what_is_left_out(self._layers(model))
         weights = {}
-        for key, weight in model.state_dict().items():
-            if "_global." in key:
-                continue
+        for key, weight in super().weights(model).items():
             for name, new_name in _LED_NAMES.items():
                 key = key.replace(name, new_name)
             weights[key] = self._positions(key, weight, model) if "embed_positions." in key else weight
         return weights
-
-    def structure(self, model: PreTrainedModel) -> Block:
-        sides = [layer.one_sided_attn_window_size for layer in self._layers(model)]
-        return _windows(sides, self.longest(model), global_blocks=[])
 
     def longest(self, model: PreTrainedModel) -> int:
         """The longer of both tables of positions: BART has one length for both."""
         config: Any = model.config
         return max(config.max_encoder_position_embeddings, config.max_decoder_position_embeddings)
 
-    def _config(self, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-        made: Any = super()._config(cls, config)
-        own: Any = config
-        made.max_position_embeddings = max(own.max_encoder_position_embeddings, own.max_decoder_position_embeddings)
-        made.forced_eos_token_id = getattr(own, "forced_eos_token_id", None)  # BART's own default is a token
+    def _config(self, cls: type[PreTrainedModel], model: PreTrainedModel) -> PreTrainedConfig:
+        made: Any = super()._config(cls, model)
+        made.max_position_embeddings = self.longest(model)
+        # BART's own default is a token.
+        made.forced_eos_token_id = getattr(model.config, "forced_eos_token_id", None)
         return made
 
     def _positions(self, key: str, weight: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
@@ -217,7 +202,6 @@ class LEDConverter(Converter):
         return pad(weight, (0, 0, _RESERVED, 0))
 
     def _layers(self, model: PreTrainedModel) -> list[Any]:
-        """The modules that compute attention, of each layer of the encoder."""
         base: Any = model.base_model
         return [layer.self_attn.longformer_self_attn for layer in base.encoder.layers]
 

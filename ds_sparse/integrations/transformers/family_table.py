@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
-from transformers.utils import logging
 
 from ...models.report import SparsifyReport
 from ...models.sparsify import sparsify
 from .binding import makes_positions
+from .checkpoint import quiet
 
 _TEXT = {
     "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
@@ -113,7 +113,7 @@ def markdown(table: Iterable[Row]) -> str:
 
 
 def _what_and_why(cls: type[Any], sizes: dict[str, Any]) -> tuple[str, str]:
-    with _silent(), torch.device("meta"):
+    with quiet(), warnings.catch_warnings(action="ignore"), redirect_stdout(StringIO()), torch.device("meta"):
         model = cls(cls.config_class(**sizes))
         try:
             report = sparsify(model, {"mode": "dense"})
@@ -141,15 +141,3 @@ def _notes(model: nn.Module, report: SparsifyReport) -> Iterator[str]:
         yield "its relative positions are a bias by distance, with gradient"
     if any("2048 tokens" in heading for heading in report.headings):
         yield "it knows no longest sequence, so layouts double with the batch"
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)

@@ -19,7 +19,7 @@ from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, of_keys_or_pairs
 from ...ops.packed_operands import one_as_rows, rows_as_one
 from ..transformers_family import NAME
-from .binding import Call, OtherKeys, Refused, Window, attached_to, of_distances, which
+from .binding import Call, OtherKeys, Refused, attached_to, of_distances, which
 from .binding import is_causal as is_causal_layer
 from .masks import MASK_DTYPE, Masks, is_seen_to_hide_nothing, refuse_other_masks
 from .packing import PackedDocuments
@@ -72,37 +72,43 @@ def attention(
             ...), no structure, a mask of another kind.
         SparseAttentionConfigError: the structure in the config is wrong.
     """
-    if any(map(is_distributed, (query, key, value))):
-        more |= {"dropout": dropout, "is_causal": is_causal, "position_bias": position_bias, "s_aux": s_aux}
-        more |= {"ds_sparse_documents": ds_sparse_documents, "ds_sparse_sequence": ds_sparse_sequence}
-
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            own: Any = attention
-            return own(module, query, key, value, attention_mask, scaling, sliding_window=sliding_window, **more)[0]
-
-        return on_local_heads(module, attend, query, key, value), None
+    if is_distributed(query) or is_distributed(key) or is_distributed(value):
+        (query, key, value), whole = local_heads(module, query, key, value)
+    else:
+        whole = None
     causal = is_causal_layer(module) if is_causal is None else is_causal
     call = Call(module, query, key, value, attention_mask, scaling, dropout, s_aux, position_bias, causal)
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if causal else {"s_aux": s_aux})})
-    tried, attached = Masks.of(module.config), attached_to(module)
-    if tried is None:
-        _refuse_other_windows(module, sliding_window, attached.window)
-    if is_in_parts(module, ds_sparse_sequence):
-        return attend_part(call, ds_sparse_sequence), None
-    if ds_sparse_documents is not None:
+    output = _attend(call, sliding_window, ds_sparse_documents, ds_sparse_sequence)
+    return output if whole is None else whole(output), None
+
+
+def _attend(
+    call: Call, sliding_window: int | None, documents: PackedDocuments | None, part: Part | Alone | None
+) -> torch.Tensor:
+    """Attention of a layer, (B, T, H, D), contiguous."""
+    tried, attached = Masks.of(call.layer.config), attached_to(call.layer)
+    window = attached.window
+    if tried is None and window.asked != sliding_window:
+        raise Refused(
+            f"{which(call.layer)} asks the attention for sliding_window={sliding_window}, and asked for {window.asked} "
+            f'when it took {NAME}; set the name anew, model.set_attn_implementation("{NAME}"), after such a change.'
+        )
+    if is_in_parts(call.layer, part):
+        return attend_part(call, part)
+    if documents is not None:
         _refuse_beside_documents(call)
-        _refuse_beside_a_window(call._replace(mask=None, position_bias=None), attached.window.local)
-        return _attend_packed(call, ds_sparse_documents), None
-    if causal:
-        refuse_other_masks(module, attention_mask)
+        _refuse_beside_a_window(call._replace(mask=None, position_bias=None), window.local)
+        return _attend_packed(call, documents)
+    if call.causal:
+        refuse_other_masks(call.layer, call.mask)
     else:
         _refuse_what_is_no_encoder(call)
-    window = attached.window
     if tried is not None:
-        window = tried.window(attached.name, which(module), attention_mask, sliding_window, causal)
+        window = tried.window(attached.name, which(call.layer), call.mask, sliding_window, call.causal)
     _refuse_beside_a_window(call, window.local)
-    output = (_attend_causal if causal else _attend_both_ways)(call)
-    return output.transpose(1, 2).contiguous(), None
+    output = (_attend_causal if call.causal else _attend_both_ways)(call)
+    return output.transpose(1, 2).contiguous()
 
 
 def _attend_both_ways(call: Call) -> torch.Tensor:
@@ -169,14 +175,6 @@ def _refuse_what_is_asked(module: nn.Module, more: Mapping[str, Any]) -> None:
         raise Refused(
             f"{which(module)} asks the attention for {', '.join(asked)}, which {NAME} does not compute; leave "
             'that out, or use attn_implementation="sdpa" or "eager".'
-        )
-
-
-def _refuse_other_windows(module: nn.Module, sliding_window: int | None, window: Window) -> None:
-    if window.asked != sliding_window:
-        raise Refused(
-            f"{which(module)} asks the attention for sliding_window={sliding_window}, and asked for {window.asked} "
-            f'when it took {NAME}; set the name anew, model.set_attn_implementation("{NAME}"), after such a change.'
         )
 
 
@@ -266,21 +264,14 @@ def attention_of(layer: nn.Module, query: torch.Tensor) -> Any:
     return attention.of_heads(tuple(range(rank * heads, (rank + 1) * heads)))
 
 
-def on_local_heads(
-    layer: nn.Module,
-    attend: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    """`attend`, which returns (B, T, H, D), on this rank's heads of DTensors (B, H, T, D), as a DTensor.
+def local_heads(layer: nn.Module, *operands: Any) -> tuple[list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """This rank's heads of DTensors (B, H, T, D), and what makes a DTensor of the output (B, T, H, D) for them.
 
     Raises:
         Refused: they are not all DTensors, alike, of which ranks have heads or all of it.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    operands: list[Any] = [query, key, value]
     placements: list[Any] = [x.placements if is_distributed(x) else None for x in operands]
     alike = placements[0] is not None and placements.count(placements[0]) == len(operands)
     if not alike or not set(placements[0]) <= {Replicate(), Shard(1)}:
@@ -288,9 +279,12 @@ def on_local_heads(
             f"{which(layer)} is given DTensors that are dealt in another way than by heads (query, key and value are "
             f"{', '.join(str(x) for x in placements)}); shard the projections of query, key and value by columns."
         )
-    output = attend(*(x.to_local() for x in operands))
     by_heads = [Shard(2) if x == Shard(1) else x for x in placements[0]]
-    return DTensor.from_local(output, operands[0].device_mesh, by_heads, run_check=False)
+
+    def whole(output: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(output, operands[0].device_mesh, by_heads, run_check=False)
+
+    return [x.to_local() for x in operands], whole
 
 
 def _place(layer: nn.Module) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ every attention layer."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,14 +65,18 @@ def _tell(model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tu
     config: Any = model.config
     if config._attn_implementation != NAME or isinstance(named.get(PART_KEYWORD), DocumentsRead):
         return None
-    parameters = inspect.signature(model.forward).parameters
-    given = {**dict(zip(parameters, arguments, strict=False)), **named}
-    if not has_cumulative(given) and not _may_tell(given):
-        if not torch.compiler.is_compiling() or given.get("position_ids") is not None or has_cache(given):
-            return None
-        # Transformers cannot look at values in a trace, and would take the positions that the model makes for packed.
-        return _with(_no_mask(parameters, given), parameters, arguments, named)
-    return _told(model, parameters, arguments, named, given)
+    given = by_name(model, arguments, named)
+    if has_cumulative(given) or _may_tell(given):
+        return _told(model, given)
+    if not torch.compiler.is_compiling() or given.get("position_ids") is not None or has_cache(given):
+        return None
+    # Transformers cannot look at values in a trace, and would take the positions that the model makes for packed.
+    return (), {**given, **_no_mask(model, given)}
+
+
+def by_name(model: nn.Module, arguments: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model's forward, by name."""
+    return {**dict(zip(inspect.signature(model.forward).parameters, arguments, strict=False)), **named}
 
 
 def _may_tell(given: Mapping[str, Any]) -> bool:
@@ -91,43 +95,28 @@ _NOT_IN_GRAPHS = (
 
 
 @torch.compiler.disable(reason=_NOT_IN_GRAPHS)
-def _told(
-    model: nn.Module,
-    parameters: Mapping[str, inspect.Parameter],
-    arguments: tuple,
-    named: dict[str, Any],
-    given: Mapping[str, Any],
-) -> tuple[tuple, dict[str, Any]] | None:
-    """Makes the arguments that the model is called with instead."""
+def _told(model: nn.Module, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Makes the arguments that the model is called with instead; None where they stay."""
     if torch.compiler.is_compiling():  # torch.export traces what torch.compile leaves out
         raise RuntimeError(_NOT_IN_GRAPHS)
     cu_seqlens = documents_of(model, given)
-    if has_cumulative(given):
-        named = {name: value for name, value in named.items() if name not in FOR_FLASH_ATTENTION}
-    elif cu_seqlens is None:
+    if cu_seqlens is None and not has_cumulative(given):
         return None
-    changes = _no_mask(parameters, given)
+    told = {name: value for name, value in given.items() if name not in FOR_FLASH_ATTENTION} | _no_mask(model, given)
     if cu_seqlens is not None:
-        changes[DOCUMENTS_KEYWORD] = PackedDocuments(cu_seqlens)
+        told[DOCUMENTS_KEYWORD] = PackedDocuments(cu_seqlens)
         if given.get("position_ids") is None:
-            changes["position_ids"] = positions_of(model, given, cu_seqlens)
-        if "use_cache" in parameters:
-            changes["use_cache"] = False
-    return _with(changes, parameters, arguments, named)
+            told["position_ids"] = positions_of(model, given, cu_seqlens)
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            told["use_cache"] = False
+    return (), told
 
 
-def _with(
-    changes: dict[str, Any], parameters: Mapping[str, inspect.Parameter], arguments: tuple, named: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with changes by name."""
-    in_order = [changes.pop(name, value) for name, value in zip(parameters, arguments, strict=False)]
-    return (*in_order, *arguments[len(in_order) :]), {**named, **changes}
-
-
-def _no_mask(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
+def _no_mask(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """A mask that hides nothing where none is given: with it Transformers does not look at positions, of which it would
     make a mask of tokens by tokens."""
-    if "attention_mask" not in parameters or given.get("attention_mask") is not None:
+    takes_one = "attention_mask" in inspect.signature(model.forward).parameters
+    if not takes_one or given.get("attention_mask") is not None:
         return {}
     return {"attention_mask": hides_nothing(*rows_and_tokens(given), torch.bool, ids_of(given).device)}
 
@@ -288,8 +277,8 @@ def has_cache(given: Mapping[str, Any]) -> bool:
 
 def ids_of(given: Mapping[str, Any]) -> torch.Tensor:
     """(rows, tokens) or (rows, tokens, width): what tells how many tokens there are."""
-    known: Sequence[Any] = [given.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states", "position_ids")]
-    return next(x for x in known if x is not None)
+    known = ("input_ids", "inputs_embeds", "hidden_states", "position_ids")
+    return next(given[name] for name in known if given.get(name) is not None)
 
 
 def rows_and_tokens(given: Mapping[str, Any]) -> tuple[int, int]:

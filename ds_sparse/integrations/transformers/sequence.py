@@ -21,7 +21,7 @@ from ...sequence.halo_plan import part_lengths
 from ..transformers_family import NAME, is_switched, layers_by_model, pretrained_model_around
 from .binding import Call, Refused, attached_to, which
 from .masks import hides_nothing
-from .packing import CUMULATIVE, FOR_FLASH_ATTENTION, PART_KEYWORD, DocumentsRead, documents_of, positions_of
+from .packing import CUMULATIVE, FOR_FLASH_ATTENTION, PART_KEYWORD, DocumentsRead, by_name, documents_of, positions_of
 
 MODEL_TYPES = (
     "albert", "bert", "camembert", "distilbert", "electra", "eurobert", "gpt_neox", "llama", "mistral", "modernbert",
@@ -222,9 +222,7 @@ class SequenceParallel:
     @torch.compiler.disable(reason="a sequence is cut for several ranks outside of graphs")
     def _cut(self, model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook: the rank's part of the batch."""
-        parameters = inspect.signature(model.forward).parameters
-        given = {**dict(zip(parameters, arguments, strict=False)), **named}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: x for name, x in by_name(model, arguments, named).items() if x is not None}
         items = given.pop(_ITEMS, None)
         _refuse_what_has_no_parts(model, given)
         evaluates_alone = EVALUATES_ALONE in vars(model) and not model.training
@@ -256,7 +254,7 @@ class SequenceParallel:
         cut = {name: part.of(x) if name in (*_SPLIT, "shift_labels") else x for name, x in whole.items()}
         if mask is None:
             cut["attention_mask"] = hides_nothing(len(ids), lengths[self.ranks.rank], torch.bool, ids.device)
-        if "use_cache" in parameters:
+        if "use_cache" in inspect.signature(model.forward).parameters:
             cut["use_cache"] = False
         return (), {**cut, PART_KEYWORD: part}
 
