@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_sparse.config import SparseAttentionConfigError
 from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
+from ds_sparse.integrations.trainer import share_batches
 from ds_sparse.tools.on_import import after_import
 from ds_sparse.tools.ranks import rank
 
@@ -30,20 +31,14 @@ def install(deepspeed: ModuleType) -> None:
 
     @functools.wraps(below)
     def initialize(*positional: Any, **keywords: Any) -> Any:
-        from ds_sparse.integrations.deepspeed import initialize_unchanged_program
+        from ds_sparse.integrations.deepspeed import initialize_program
 
-        return initialize_unchanged_program(*positional, **keywords)
+        return initialize_program(positional, keywords, launcher_decides=True)
 
     initialize.below = below  # type: ignore[attr-defined]
     deepspeed.initialize = initialize  # type: ignore[attr-defined]
-    after_import("transformers.trainer", "Trainer", _share_batches)
+    after_import("transformers.trainer", "Trainer", share_batches)
     sys.excepthook = _say_wrong_blocks(sys.excepthook)
-
-
-def _share_batches() -> None:
-    from ds_sparse.integrations.trainer import share_batches
-
-    share_batches()
 
 
 def _say_wrong_blocks(below: Any) -> Any:

@@ -8,8 +8,7 @@ import functools
 import inspect
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -234,21 +233,17 @@ def initialize(*positional: Any, **keywords: Any) -> Any:
         >>> loss = engine.backward(hidden.square().mean())
         >>> engine.step()
     """
-    return _initialize(positional, keywords, launcher_decides=False)
+    return initialize_program(positional, keywords, launcher_decides=False)
 
 
-def initialize_unchanged_program(*positional: Any, **keywords: Any) -> Any:
-    """`deepspeed.initialize` of a program that `ds_sparse run` started: as `initialize`, and the launcher's flag counts
-    also where the program's own parser knows the flag and did not get it."""
-    return _initialize(positional, keywords, launcher_decides=True)
-
-
-def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_decides: bool) -> Any:
+def initialize_program(positional: tuple[Any, ...], keywords: dict[str, Any], *, launcher_decides: bool) -> Any:
+    """`initialize`; for a program that `ds_sparse run` started the launcher's flag counts also where the program's own
+    parser knows the flag and did not get it."""
     arguments = inspect.signature(deepspeed.initialize).bind(*positional, **keywords).arguments
     args, model = arguments.pop("args", None), arguments.pop("model", None)
     given = [arguments.pop("config", None), arguments.pop("config_params", None)]
-    given += [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
-    sources = [source for source in given if source is not None]
+    own = {name: getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
+    sources = [source for source in (*given, *own.values()) if source is not None]
     if len(sources) != 1:
         raise ValueError(
             f"{len(sources)} DeepSpeed configurations are given; give exactly one, as config= or with "
@@ -285,8 +280,14 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
         say(f"each sequence is shared by {size} ranks.")
     # The attribute leads beneath ourselves, where `ds_sparse run` has put us in the place of DeepSpeed's function.
     below = getattr(deepspeed.initialize, "below", deepspeed.initialize)
-    with _without_config_argument(args):
+    own = {name: source for name, source in own.items() if source is not None}
+    for name in own:
+        setattr(args, name, None)  # DeepSpeed asserts that only one configuration is given
+    try:
         engine, *rest = below(args, model, config=deepspeed_config, **arguments)
+    finally:
+        for name, source in own.items():
+            setattr(args, name, source)
     if structures is not None:
         _keep_seeds(engine, model, structures)
     return engine, *rest
@@ -320,7 +321,11 @@ def _check_layers(model: nn.Module, found: AttentionLayers, structures: LayerStr
         )
     for_heads = functools.cache(structures.for_heads)
     for name, layer in sparse.items():
-        number, own = _structure_of(layer, numbers.get(name))
+        number, own = numbers.get(name, 0), structure_of(layer)
+        if own is None:
+            from . import transformers
+
+            number, own = transformers.number_of(layer), transformers.structure_of(layer)
         if own is not None:  # else a local layer, whose window is the model's
             _check_structure(name, own, for_heads(own.num_heads).of(number))
 
@@ -332,7 +337,9 @@ def _check_structure(name: str, own: SparsityConfig, wanted: Any) -> None:
     differing = sorted(
         field
         for field in fields
-        if (field != "seed" or wanted.seed is not None) and _counted(own, field) != getattr(wanted, field)
+        if (field != "seed" or wanted.seed is not None)
+        # A field that all structures have counts as its class declares it.
+        and (declared_value(own, field) if field in DEFAULTS else getattr(own, field, None)) != getattr(wanted, field)
     )
     if type(own) is not type(wanted) or differing:
         raise SparseAttentionConfigError(
@@ -344,24 +351,9 @@ def _check_structure(name: str, own: SparsityConfig, wanted: Any) -> None:
         )
 
 
-def _counted(structure: Any, field: str) -> Any:
-    """A structure's field, as it counts."""
-    return declared_value(structure, field) if field in DEFAULTS else getattr(structure, field, None)
-
-
 def _show(config: SparsityConfig, fields: list[str]) -> str:
     given = ", ".join(f"{field}={getattr(config, field)!r}" for field in fields if hasattr(config, field))
     return f"{type(config).__name__}({given})"
-
-
-def _structure_of(layer: nn.Module, number: int | None) -> tuple[int, SparsityConfig | None]:
-    """The number of a sparse layer in its model, and its structure."""
-    structure = structure_of(layer)
-    if structure is not None:
-        return number or 0, structure
-    from . import transformers
-
-    return transformers.number_of(layer), transformers.structure_of(layer)
 
 
 def _keep_seeds(engine: Any, model: nn.Module, structures: LayerStructures) -> None:
@@ -401,17 +393,3 @@ def _drawn_seed(structures: LayerStructures, config: Any) -> int | None:
     without = [key for key, choice in structures.choices.items() if choice.values["seed"] is None]
     parts = [written if key is None else entries.get(key) or {} for key in without]
     return next((part["seed"] for part in parts if part.get("seed") is not None), None)
-
-
-@contextmanager
-def _without_config_argument(args: argparse.Namespace | None) -> Iterator[None]:
-    """DeepSpeed asserts that only one configuration is given; ours is the `config` argument."""
-    names = [name for name in ("deepspeed_config", "deepscale_config") if getattr(args, name, None) is not None]
-    saved = {name: getattr(args, name) for name in names}
-    for name in names:
-        setattr(args, name, None)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(args, name, value)

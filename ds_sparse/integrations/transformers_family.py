@@ -105,9 +105,7 @@ class TransformersModels(Family):
         switches = []
         for owner, those in found.sparse.items():
             config = owner.config
-            by_layer = structures.by_layer(
-                config.num_attention_heads, len(those), getattr(config, BLOCK_KEY, None), type(owner).__name__
-            )
+            by_layer = structures.by_layer(config.num_attention_heads, saved=getattr(config, BLOCK_KEY, None))
             tokens = max_seq_length
             if structures.wanted is None and tokens is None:
                 tokens = getattr(config, hf.MAX_SEQ_LENGTH_KEY, None)

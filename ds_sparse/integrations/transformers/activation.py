@@ -46,26 +46,18 @@ def activate(
     """Has what computes in each compute in attention layers of a model whose config has our name: the one place that
     makes them sparse. Returns the hooks on the model."""
     attach(model.config, layers, attentions)
-    _say_what_is_cut(model, layers, attentions)
-    return watch(model)
-
-
-def _say_what_is_cut(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], attentions_of: Mapping[str, Attention]
-) -> None:
-    """Prints what becomes of the structure of a decoder's layers, once a process."""
-    attentions = {id(x): x for x in (attentions_of[name] for name, layer in layers.items() if is_causal(layer))}
-    structured = [x for x in attentions.values() if isinstance(x, StructuredAttention)]
+    of_causal = {id(x): x for x in (attentions[name] for name, layer in layers.items() if is_causal(layer))}.values()
     name = type(model).__name__
     notices = [
         f"{name} is causal: {type(x.sparsity_config).__name__} has blocks above the diagonal, which are left out, and "
         "inside blocks no token sees one after it."
-        for x in structured
-        if x.layout.triu(1).any()
+        for x in of_causal
+        if isinstance(x, StructuredAttention) and x.layout.triu(1).any()
     ]
-    if all(isinstance(x, LocalAttention) for x in attentions.values()) and attentions:
+    if of_causal and all(isinstance(x, LocalAttention) for x in of_causal):
         notices.append(f"All attention layers of {name} have a sliding window of their own; none uses the structure.")
-    say_notices(notices)
+    say_notices(notices)  # each once a process
+    return watch(model)
 
 
 def give_own_configs(model: nn.Module) -> None:
@@ -150,15 +142,11 @@ class Switch:
             self._attentions = attention_of_each(layers, structures, self._length, name, shared=False)
         if block is not None:
             self._entries[BLOCK_KEY] = block
-        self.kinds = self._kinds()
-
-    def _kinds(self) -> list[Kind]:
         alike: dict[LocalAttention | int, dict[str, nn.Module]] = {}
-        for name, attention in self._attentions.items():
-            alike.setdefault(attention if isinstance(attention, LocalAttention) else id(attention), {})[name] = (
-                self.layers[name]
-            )
-        return [self._kind(layers) for layers in alike.values()]
+        for layer, attention in self._attentions.items():
+            key = attention if isinstance(attention, LocalAttention) else id(attention)
+            alike.setdefault(key, {})[layer] = layers[layer]
+        self.kinds = [self._kind(those) for those in alike.values()]
 
     def _kind(self, layers: dict[str, nn.Module]) -> Kind:
         attention = self._attentions[next(iter(layers))]

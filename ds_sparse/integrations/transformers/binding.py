@@ -178,44 +178,44 @@ def _attention_on(structure: SparsityConfig, block: dict[str, Any] | None, lengt
     attention = None if block is None else _made.get(key)
     if attention is None:
         attention = StructuredAttention(structure, tokens, doubles=length.doubles)
+        how = None if block is None else draws(structure, attention.max_seq_length)
+        if how is Draws.UNREPEATABLY:
+            raise Unrepeatable(why_unrepeatable(structure))
+        if how is Draws.BY_SEED and declared_value(structure, "seed") is None:
+            raise Unrepeatable(
+                f"{type(structure).__name__} has random blocks and no seed, so they would differ between ranks and "
+                f'after loading; add one to config.{BLOCK_KEY}, such as "seed": 0.'
+            )
         if block is not None:
-            _check_is_repeated(attention)
             _made[key] = attention
     return attention
 
 
-_by_call: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The modules that do not say so themselves, and were seen to ask for causal attention."""
+seen_causal: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules that do not say so themselves, and were seen in a trial to ask for causal attention, as those of CLIP's
+text model do."""
+
+seen_windows: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDictionary()
+"""Windows that a trial has seen: what a layer and its config say of one need not be what it asks for."""
+
+seen_across: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules that were seen in a trial to attend to another sequence than that of their queries, as where a learned
+query gathers a picture into one token."""
 
 
 def is_causal(layer: nn.Module) -> bool:
     """Tells whether a layer's tokens see none after them, as its model says."""
-    if layer in _by_call:
+    if layer in seen_causal:
         return True
     config: Any = getattr(layer, "config", None)
     return bool(getattr(layer, "is_causal", False)) and getattr(config, "is_causal", True)
-
-
-def note_causal(layer: nn.Module) -> None:
-    """Notes a layer that asks for causal attention when it is called, as those of CLIP's text model do."""
-    if not is_causal(layer):
-        _by_call.add(layer)
-
-
-_windows: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDictionary()
-"""Windows that a trial has seen: what a layer and its config say of one need not be what it asks for."""
-
-
-def note_window(layer: nn.Module, window: Window) -> None:
-    """Notes what a trial has seen of a layer."""
-    _windows[layer] = window
 
 
 def window_of(layer: nn.Module) -> Window:
     """The window of a layer, that of the original where it is a copy; of a layer that sees all, or was never tried, one
     without an attention of its own."""
     attached: Attached | None = vars(layer).get("_ds_sparse")
-    return _windows.get(layer, Window() if attached is None else attached.window)
+    return seen_windows.get(layer, Window() if attached is None else attached.window)
 
 
 def local_attention_of(layer: nn.Module) -> LocalAttention | None:
@@ -237,18 +237,6 @@ def _check_entries(entries: Iterable[str], layers: Sequence[nn.Module], model: s
 
 class Unrepeatable(ValueError):
     """A structure that draws blocks at random and without a seed that repeats them."""
-
-
-def _check_is_repeated(attention: StructuredAttention) -> None:
-    structure = attention.sparsity_config
-    how = draws(structure, attention.max_seq_length)
-    if how is Draws.UNREPEATABLY:
-        raise Unrepeatable(why_unrepeatable(structure))
-    if how is Draws.BY_SEED and declared_value(structure, "seed") is None:
-        raise Unrepeatable(
-            f"{type(structure).__name__} has random blocks and no seed, so they would differ between ranks and after "
-            f'loading; add one to config.{BLOCK_KEY}, such as "seed": 0.'
-        )
 
 
 class Length(NamedTuple):

@@ -8,13 +8,12 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from ...models.position_table import base_model, kind_without_table, position_table, why_no_table
 from ...models.report import SparsifyReport
@@ -66,12 +65,13 @@ def adapt(
         ...     "all-MiniLM-L6-v2", "minilm-4096", max_position=4096, sparsity_config=block
         ... )  # doctest: +SKIP
     """
-    with new_folder(out) as folder:
-        checkpoint = load(folder_of(model))
-        report = sparsify(checkpoint.model, sparsity_config, max_seq_length=max_position)
-        make_room(checkpoint.model, max_position)
-        SparseAttentionUtils.update_tokenizer_model_max_length(checkpoint.tokenizer, max_position)
-        checkpoint.save(folder, max_position)
+    with _new_folder(out) as folder:
+        source = _folder_of(model)
+        dense, tokenizer = _load(source)
+        report = sparsify(dense, sparsity_config, max_seq_length=max_position)
+        _make_room(dense, max_position)
+        SparseAttentionUtils.update_tokenizer_model_max_length(tokenizer, max_position)
+        _save(dense, tokenizer, source, folder, max_position)
     return report
 
 
@@ -108,22 +108,23 @@ def convert(
         >>> import ds_sparse
         >>> report = ds_sparse.convert("allenai/longformer-base-4096", "roberta-4096")  # doctest: +SKIP
     """
-    with new_folder(out) as folder:
-        checkpoint = load(folder_of(model))
-        converter = CONVERTERS.get(checkpoint.model.config.model_type)
+    with _new_folder(out) as folder:
+        source = _folder_of(model)
+        original, tokenizer = _load(source)
+        converter = CONVERTERS.get(original.config.model_type)
         if converter is None:
             raise ValueError(
-                f"{type(checkpoint.model).__name__} is neither a Longformer nor a BigBird nor an LED; sparsify and "
+                f"{type(original).__name__} is neither a Longformer nor a BigBird nor an LED; sparsify and "
                 "ds_sparse adapt take other encoders as they are."
             )
-        structure = converter.structure(checkpoint.model) if sparsity_config is None else sparsity_config
-        converted = converter.convert(checkpoint.model)
-        report = sparsify(converted, structure, max_seq_length=converter.longest(checkpoint.model))
-        replace(checkpoint, model=converted).save(folder)
+        structure = converter.structure(original) if sparsity_config is None else sparsity_config
+        converted = converter.convert(original)
+        report = sparsify(converted, structure, max_seq_length=converter.longest(original))
+        _save(converted, tokenizer, source, folder)
     return report
 
 
-def make_room(model: PreTrainedModel, max_position: int) -> None:
+def _make_room(model: PreTrainedModel, max_position: int) -> None:
     """Extends the positions of a model, in whatever way it has them, and says how.
 
     Raises:
@@ -152,23 +153,7 @@ def _scales_by_length(config: Any) -> bool:
     return any(kind.get("rope_type", "default") != "default" for kind in kinds)
 
 
-@dataclass
-class Checkpoint:
-    """A model with its tokenizer, and the folder that they are from."""
-
-    folder: Path
-    model: PreTrainedModel
-    tokenizer: Any
-
-    def save(self, folder: Path, max_position: int | None = None) -> None:
-        """Writes it to an empty folder, with the files of sentence-transformers, whose longest sequence is
-        `max_position` then, where it is given."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        _copy_sentence_transformers(self.folder, folder, max_position)
-
-
-def folder_of(model: str | os.PathLike[str]) -> Path:
+def _folder_of(model: str | os.PathLike[str]) -> Path:
     """Where the files of a checkpoint are: the folder itself, or that of a name in the hub's cache.
 
     Raises:
@@ -189,21 +174,13 @@ def folder_of(model: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def config_of(folder: Path) -> PreTrainedConfig:
-    """Raises ValueError for a config that this Transformers cannot read."""
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: its config.json cannot be read: {_line(error)}") from error
-
-
-def load(folder: Path) -> Checkpoint:
+def _load(folder: Path) -> tuple[PreTrainedModel, Any]:
     """The model, by the class that its config names, and the tokenizer. What the weights lack or have besides is said.
 
     Raises:
-        ValueError: a model or a tokenizer that this Transformers cannot load, no tokenizer.
+        ValueError: a config, a model or a tokenizer that this Transformers cannot load, no tokenizer.
     """
-    cls = _class_of(folder, config_of(folder))
+    cls = _class_of(folder)
     tokenizer = _tokenizer(folder)
     try:
         model, found = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True)
@@ -213,11 +190,11 @@ def load(folder: Path) -> Checkpoint:
         say(f"not in the checkpoint, and initialized anew: {', '.join(sorted(found['missing_keys']))}.")
     if found["unexpected_keys"]:
         say(f"in the checkpoint, and left out: {', '.join(sorted(found['unexpected_keys']))}.")
-    return Checkpoint(folder, model.eval(), tokenizer)
+    return model.eval(), tokenizer
 
 
 @contextmanager
-def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
+def _new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder to write to, which is new or empty; after an error it is as it was.
 
     Raises:
@@ -245,7 +222,7 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and reports of Transformers; what matters of them is said by `load`."""
+    """Without the progress bars and reports of Transformers; what matters of them is said by `_load`."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -274,7 +251,11 @@ def _tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _class_of(folder: Path, config: PreTrainedConfig) -> Any:
+def _class_of(folder: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: its config.json cannot be read: {_line(error)}") from error
     names = getattr(config, "architectures", None)
     if not names:
         return AutoModel
@@ -286,7 +267,11 @@ def _class_of(folder: Path, config: PreTrainedConfig) -> Any:
     return getattr(transformers, names[0])
 
 
-def _copy_sentence_transformers(source: Path, target: Path, max_position: int | None) -> None:
+def _save(model: PreTrainedModel, tokenizer: Any, source: Path, target: Path, max_position: int | None = None) -> None:
+    """Writes a checkpoint to an empty folder, with the files of sentence-transformers in the folder that it was made
+    of, whose longest sequence is `max_position` then, where it is given."""
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
     if not (source / _MODULES).is_file():
         return
     for path in filter(None, (module["path"] for module in _read(source / _MODULES))):

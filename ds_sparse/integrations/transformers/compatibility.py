@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -29,8 +28,9 @@ from .binding import (
     is_causal,
     local_attention_of,
     named,
-    note_causal,
-    note_window,
+    seen_across,
+    seen_causal,
+    seen_windows,
     set_config,
 )
 from .functions import OWN_WAY
@@ -81,11 +81,6 @@ class Roles(NamedTuple):
     decoders: list[PreTrainedModel]
 
 
-_across: WeakSet[nn.Module] = WeakSet()
-"""The modules that were seen to attend to another sequence than that of their queries, as where a learned query gathers
-a picture into one token."""
-
-
 def roles(model: nn.Module, layers_of: Mapping[PreTrainedModel, Mapping[str, nn.Module]]) -> Roles:
     """Decides what each of the Transformers models in a model becomes. A decoder with cross-attention stays dense
     beside its encoder.
@@ -104,7 +99,7 @@ def roles(model: nn.Module, layers_of: Mapping[PreTrainedModel, Mapping[str, nn.
     for owner in decoders:
         dense.setdefault(f"{type(owner).__name__} has cross-attention", {}).update(layers_of[owner])
     for owner in sparse:
-        across = {name: layer for name, layer in layers_of[owner].items() if layer in _across}
+        across = {name: layer for name, layer in layers_of[owner].items() if layer in seen_across}
         if across:
             why = "cross-attention: its keys are of another sequence than its queries"
             dense.setdefault(why, {}).update(across)
@@ -112,7 +107,7 @@ def roles(model: nn.Module, layers_of: Mapping[PreTrainedModel, Mapping[str, nn.
 
 
 def _self_attention(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    return {name: layer for name, layer in layers.items() if layer not in _across}
+    return {name: layer for name, layer in layers.items() if layer not in seen_across}
 
 
 def why_not(
@@ -136,9 +131,11 @@ def why_not(
             f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "
             f"{_WHAT_TO_USE}"
         )
-    crossing = _cross_attention(layers)
-    if crossing or getattr(config, "add_cross_attention", False):
-        return _with_cross_attention(model, named(crossing) if crossing else "its config says so")
+    crossing = {name: layer for name, layer in layers.items() if not is_causal(layer)}
+    if len(crossing) < len(layers) and crossing:
+        return _with_cross_attention(model, named(crossing))
+    if getattr(config, "add_cross_attention", False):
+        return _with_cross_attention(model, "its config says so")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
@@ -154,29 +151,14 @@ def why_not(
         )
     if getattr(config, "output_attentions", False):
         return f"{name} has config.output_attentions, and {NAME} computes no attention probabilities; set it to False."
-    in_parts = _why_in_parts()
-    if in_parts is not None:
-        return f"{name} cannot be sparse: {in_parts}"
-    return _why_not_by_trial(model, layers, around)
-
-
-def _why_in_parts() -> str | None:
-    """The sentence that says that models of this process are given parts of sequences by another library, of which
-    sparse layers would see each rank's alone; None where nothing tells of one."""
-    for name, function in ALL_ATTENTION_FUNCTIONS.items():
+    for function_name, function in ALL_ATTENTION_FUNCTIONS.items():
         exchange = _EXCHANGES.get(getattr(function, "__module__", ""))
         if exchange is not None:
             return (
-                f"{exchange} exchanges heads around the attention function {name!r} for batches in parts, whose "
-                f"padding and packed documents do not come to sparse layers; {OWN_WAY}"
+                f"{name} cannot be sparse: {exchange} exchanges heads around the attention function {function_name!r} "
+                f"for batches in parts, whose padding and packed documents do not come to sparse layers; {OWN_WAY}"
             )
-    return None
-
-
-def _cross_attention(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The layers of a decoder that are not causal."""
-    other = {name: layer for name, layer in layers.items() if not is_causal(layer)}
-    return other if len(other) < len(layers) else {}
+    return _why_not_by_trial(model, layers, around)
 
 
 def _with_cross_attention(model: PreTrainedModel, where: str) -> OfDecoder:
@@ -250,7 +232,7 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
                 set_config(twin.config, {})
                 twin.config._attn_implementation_internal = NAME
                 windows.clear()
-                Masks(windows).note_in(twin.config)
+                Masks(twin.config, windows)
 
     problems: list[Untried] = []
     for tried in (model, *around):
@@ -259,8 +241,7 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
             _run(tried, functools.partial(prepare, tried))
             if problems and not heads:  # this one ran without the model
                 continue
-            for name, window in windows.items():
-                note_window(tried.get_submodule(name), window)
+            seen_windows.update((tried.get_submodule(name), window) for name, window in windows.items())
             return heads
         except Untried as error:
             problems.append(error)
@@ -273,7 +254,7 @@ def _note_across(module: nn.Module, twin: nn.Module, arguments: tuple, named: di
         named.get(name, arguments[n] if n < len(arguments) else None) for n, name in enumerate(("query", "key"))
     )
     if query is not None and key is not None and query.shape != key.shape:
-        _across.add(module)
+        seen_across.add(module)
 
 
 def _note(
@@ -291,8 +272,8 @@ def _note(
         check_attention_operands(query, key, value)
     except ValueError as error:
         raise Refused(f"{named({name: module})} gives the attention what it does not take. {error}") from error
-    if causal:
-        note_causal(module)
+    if causal and not is_causal(module):
+        seen_causal.add(module)
     heads[module] = query.shape[1]
     return torch.empty_like(query)
 
@@ -328,17 +309,13 @@ def _run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
 
 def _run_copy(model: nn.Module, prepare: Callable[[nn.Module], None], inputs: Inputs) -> None:
     double = fake_copy(model, without="_ds_sparse")
-    _choose_experts(double)
-    prepare(double)
-    double(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()})
-
-
-def _choose_experts(double: nn.Module) -> None:
-    """Mixtures of experts run as fake tensors can: other ways read values, or want bf16 of them."""
     for module in double.modules():
         config: Any = getattr(module, "config", None)
+        # Mixtures of experts run as fake tensors can: other ways read values, or want bf16 of them.
         if hasattr(config, "_experts_implementation_internal"):
             config._experts_implementation_internal = "batched_mm"
+    prepare(double)
+    double(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()})
 
 
 Inputs = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -353,7 +330,9 @@ def _inputs(model: nn.Module) -> Iterator[Inputs]:
     ids = {name: ((2, TOKENS), torch.int64) for name in ("input_ids", "decoder_input_ids") if name in taken}
     pictures = [(name, shape) for name in ("pixel_values", "pixel_values_videos") for shape in _pictures(config, name)]
     sounds = [(name, shape) for name in ("input_features", "input_values") for shape in _sounds(config)]
-    states = [(name, (2, TOKENS, width)) for name in ("inputs_embeds", "hidden_states") for width in _widths(config)]
+    width: Any = getattr(config, "hidden_size", None)
+    names = ("inputs_embeds", "hidden_states") if isinstance(width, int) else ()
+    states = [(name, (2, TOKENS, width)) for name in names]
     others = [(name, shape) for name, shape in (*pictures, *sounds, *states) if name in taken]
     first = [(name, shape) for name, shape in others if name == model.main_input_name]
     if ids and not first:
@@ -378,7 +357,3 @@ def _sounds(config: Any) -> list[tuple[int, ...]]:
     frames = 2 * getattr(config, "max_source_positions", 128)
     shapes = [shape for n in bins if n for shape in ((2, n, frames), (2, getattr(config, "max_length", 128), n))]
     return [*shapes, (2, SAMPLES), (2, 1, SAMPLES)]
-
-
-def _widths(config: Any) -> list[int]:
-    return [width for width in (getattr(config, "hidden_size", None),) if isinstance(width, int)]

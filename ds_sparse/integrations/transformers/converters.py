@@ -138,12 +138,13 @@ class BigBirdConverter(Converter):
 
 
 class LongformerConverter(Converter):
-    source, target = "Longformer", "Roberta"
-    heads = (
+    source: ClassVar[str] = "Longformer"
+    target: ClassVar[str] = "Roberta"
+    heads: ClassVar[tuple[str, ...]] = (
         "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
         "ForMultipleChoice",
     )  # fmt: skip
-    own_keys = ("attention_window", "onnx_export")
+    own_keys: ClassVar[tuple[str, ...]] = ("attention_window", "onnx_export")
 
     def weights(self, model: PreTrainedModel) -> Weights:
         _say_what_is_left_out(self._layers(model))

@@ -54,9 +54,12 @@ def key_padding_mask(
     """
     if q_length is None:  # the first 5.x releases give the positions
         q_length, q_offset = len(cache_position), cache_position[0]
-    window = None
+    window: float | None = None  # a query of a causal layer sees so many tokens before it, of another on each side
     if attention_mask is None or attention_mask.dim() == 2:
-        window = _window_of_causal_mask(mask_function, local_size, allow_is_causal_skip, kv_offset)
+        if local_size is not None and allow_is_causal_skip:  # it is off where anything is added to causality
+            window = local_size - 1
+        elif local_size is None and mask_function is causal_mask_function and kv_offset == 0:
+            window = ALL
         if window is not None:
             attention_mask = _padding_mask(batch_size, q_length, kv_offset, q_offset, attention_mask, device)
         elif q_length == kv_length:
@@ -66,15 +69,6 @@ def key_padding_mask(
         return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     tried = Masks.of(config)
     return attention_mask if tried is None else tried.note(attention_mask, window, (batch_size, kv_length))
-
-
-def _window_of_causal_mask(
-    mask_function: Any, local_size: int | None, allow_is_causal_skip: bool | None, kv_offset: int
-) -> float | None:
-    """The tokens before it that a query sees under a mask that is causal and perhaps in windows; None for another."""
-    if local_size is None:
-        return math.inf if mask_function is causal_mask_function and kv_offset == 0 else None
-    return local_size - 1 if allow_is_causal_skip else None  # it is off where anything is added
 
 
 def _padding_mask(
@@ -193,20 +187,19 @@ class Masks:
     that no other thread notices.
 
     Args:
+        config: of the model.
         windows: gets those of the layers, by name.
     """
 
-    def __init__(self, windows: dict[str, Window]) -> None:
+    def __init__(self, config: Any, windows: dict[str, Window]) -> None:
         self._made: dict[int, tuple[torch.Tensor, float]] = {}
         self._windows = windows
+        setattr(config, _MASKS, self)
 
     @classmethod
     def of(cls, config: Any) -> Masks | None:
         """Masks of the trial that a config is in; None where it is in none."""
         return getattr(config, _MASKS, None)
-
-    def note_in(self, config: Any) -> None:
-        setattr(config, _MASKS, self)
 
     def note(self, mask: torch.Tensor | None, window: float, shape: tuple[int, int]) -> torch.Tensor:
         """A mask of its own for the layers of the trial, by which `check` knows the window."""
@@ -217,17 +210,17 @@ class Masks:
     def window(self, name: str, layer: str, mask: torch.Tensor | None, asked: int | None, causal: bool) -> Window:
         """The window of a layer, that of its mask, as in dense attention. Raises Refused where the layer asks for
         another one."""
-        any_window = any(window != math.inf for _, window in self._made.values())
-        unknown = math.nan if any_window and mask is not None else math.inf
+        any_window = any(window != ALL for _, window in self._made.values())
+        unknown = math.nan if any_window and mask is not None else ALL
         by_mask = self._made[id(mask)][1] if id(mask) in self._made else unknown
         # Where a bidirectional mask sees as many tokens on a side, Transformers gives FlashAttention one less.
-        by_layer = [math.inf] if asked is None else [asked - 1] if causal else [asked - 1, asked]
+        by_layer = [ALL] if asked is None else [asked - 1] if causal else [asked - 1, asked]
         if math.isnan(by_mask) or (asked is not None and by_mask not in by_layer):
             raise Refused(
                 f"{layer} is local, and its mask and its sliding_window are not the same window ({by_mask} and "
                 f"{by_layer[0]} tokens on a side; inf: all, nan: a mask made anew by the model)."
             )
-        window = Window(asked, None if by_mask == math.inf else LocalAttention(int(by_mask)))
+        window = Window(asked, None if by_mask == ALL else LocalAttention(int(by_mask)))
         if self._windows.setdefault(name, window) != window:
             raise Refused(f"{layer} is called more than once in a forward, with other windows each time.")
         return window

@@ -1,6 +1,6 @@
 """`deepspeed.ops.sparse_attention` as it was in DeepSpeed 0.3 to 0.19.6, on ds_sparse."""
 
-from ds_sparse import (
+from ds_sparse import (  # noqa: F401
     BertSparseSelfAttention,
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -15,7 +15,7 @@ from ds_sparse import (
     VariableSparsityConfig,
 )
 
-from . import (
+from . import (  # noqa: F401
     bert_sparse_self_attention,
     matmul,
     softmax,
@@ -26,25 +26,4 @@ from . import (
     trsrc,
 )
 
-__all__ = [
-    "BSLongformerSparsityConfig",
-    "BertSparseSelfAttention",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "LocalSlidingWindowSparsityConfig",
-    "MatMul",
-    "Softmax",
-    "SparseAttentionUtils",
-    "SparseSelfAttention",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-    "bert_sparse_self_attention",
-    "matmul",
-    "softmax",
-    "sparse_attention_utils",
-    "sparse_attn_op",
-    "sparse_self_attention",
-    "sparsity_config",
-    "trsrc",
-]
+__all__ = [name for name in vars() if not name.startswith("_")]

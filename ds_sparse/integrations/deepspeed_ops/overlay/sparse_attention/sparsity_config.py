@@ -1,6 +1,6 @@
 """The structures."""
 
-from ds_sparse import (
+from ds_sparse import (  # noqa: F401
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,
@@ -10,12 +10,4 @@ from ds_sparse import (
     VariableSparsityConfig,
 )
 
-__all__ = [
-    "BSLongformerSparsityConfig",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "LocalSlidingWindowSparsityConfig",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-]
+__all__ = [name for name in vars() if not name.startswith("_")]
