@@ -93,15 +93,9 @@ class Part(DocumentsRead):
         self.items, self._attentions = items, attentions
         self.told: set[nn.Module] = set()
 
-    @property
-    def own(self) -> slice:
-        """The places of the rank's tokens."""
-        first = sum(self.lengths[: self.ranks.rank])
-        return slice(first, first + self.lengths[self.ranks.rank])
-
     def of(self, given: torch.Tensor) -> torch.Tensor:
         """The rank's part of (B, T), contiguous, as losses of Transformers want labels."""
-        return given[:, self.own].contiguous()
+        return given.split(self.lengths, 1)[self.ranks.rank].contiguous()
 
     @torch.compiler.disable(
         reason=f"{NAME} computes sequences over several ranks outside of graphs: compile without fullgraph=True."
@@ -250,7 +244,7 @@ class SequenceParallel:
         positions = self._positions(ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
         whole = {"position_ids": positions} | {name: x for name, x in given.items() if name not in FOR_FLASH_ATTENTION}
         if "labels" in given and _is_shifted(model):
-            whole["shift_labels"] = _shifted(given["labels"])
+            whole["shift_labels"] = pad(given["labels"], (0, 1), value=_IGNORED)[:, 1:]  # to say after each token
         cut = {name: part.of(x) if name in (*_SPLIT, "shift_labels") else x for name, x in whole.items()}
         if mask is None:
             cut["attention_mask"] = hides_nothing(len(ids), lengths[self.ranks.rank], torch.bool, ids.device)
@@ -276,13 +270,10 @@ class SequenceParallel:
         Raises:
             ValueError: they are given different ones in training; in evaluation each may compute its own.
         """
-        ids = given["input_ids"]
-        sums = [_weighted_sum(given[name].to(ids.device)) if name in given else None for name in _SPLIT]
-        edges = [torch.as_tensor(given[name]) if name in given else None for name in CUMULATIVE]
-        sums += [None if x is None else (x.long() ** 2).sum().to(ids.device) for x in edges]
-        counts = [*ids.shape, *(-1 if x is None else x.numel() for x in edges), *(x is not None for x in sums)]
-        told = torch.tensor([*counts, 0], device=ids.device)
-        rows = self.ranks.rows_of_all(torch.stack([*told[:-1], *(told[-1] if x is None else x for x in sums)]))
+        ids, names = given["input_ids"], (*_SPLIT, *CUMULATIVE)
+        told = [torch.tensor([*ids.shape, *(name in given for name in names)], device=ids.device)]
+        told += [_weighted_sum(torch.as_tensor(given.get(name, 0)), ids.device) for name in names]
+        rows = self.ranks.rows_of_all(torch.cat(told))
         same = not bool((rows != rows[0]).any())
         if training and not same:
             raise ValueError(
@@ -394,10 +385,10 @@ def _refuse_what_has_no_parts(model: nn.Module, given: Mapping[str, Any]) -> Non
             )
 
 
-def _weighted_sum(of_tokens: torch.Tensor) -> torch.Tensor:
-    """A number that other tokens, or the same at other places, hardly have: int64."""
-    flat = of_tokens.long().flatten()
-    return (flat * torch.arange(1, len(flat) + 1, device=flat.device)).sum()
+def _weighted_sum(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A number that others, or the same at other places, hardly have: int64 (1,)."""
+    flat = numbers.to(device).long().flatten()
+    return (flat * torch.arange(1, len(flat) + 1, device=device)).sum(0, keepdim=True)
 
 
 def _sum_of_losses(mean: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
@@ -408,8 +399,3 @@ def _sum_of_losses(mean: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
 def _is_shifted(model: nn.Module) -> bool:
     """Tells whether a model's labels are those of the tokens before them."""
     return type(model).__name__.endswith("ForCausalLM")
-
-
-def _shifted(labels: torch.Tensor) -> torch.Tensor:
-    """The label that the model is to say after each token."""
-    return pad(labels, (0, 1), value=_IGNORED)[:, 1:]
