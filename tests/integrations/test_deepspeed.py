@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from models.families.made import Fused, InTheManner, Loss
 
 import ds_sparse
@@ -36,6 +37,17 @@ def make_args(tmp_path):
     return make
 
 
+@pytest.fixture
+def refused(make_args):
+    """Whether `initialize` refuses a model, in these words."""
+
+    def assert_refused(model, sentence, error=ValueError, **arguments):
+        with pytest.raises(error, match=sentence):
+            ds_sparse.initialize(args=make_args(**arguments), model=model)
+
+    return assert_refused
+
+
 class Layer(torch.nn.Module):
     def __init__(self, sparsity_config=None):
         super().__init__()
@@ -61,16 +73,11 @@ def test_the_parser_has_deepspeeds_options_and_the_flag():
     assert args.deepspeed and args.deepspeed_sparse_attention and args.deepspeed_config == "x.json"
 
 
-def test_without_the_flag_there_is_no_structure(make_args):
+def test_the_structure_is_that_of_the_block_or_fixed_and_of_none_without_the_flag(make_args, capsys):
     assert ds_sparse.get_sparse_attention_config(make_args(flag=False), 4) is None
-
-
-def test_with_the_flag_the_block_is_the_structure(make_args):
     config = ds_sparse.get_sparse_attention_config(make_args(block={"mode": "fixed", "num_local_blocks": 8}), 4)
     assert isinstance(config, ds_sparse.FixedSparsityConfig) and config.num_local_blocks == 8 and config.num_heads == 4
-
-
-def test_the_flag_without_a_block_is_fixed_and_says_so(make_args, capsys):
+    assert "Fixed sparsity" not in capsys.readouterr().out
     config = ds_sparse.get_sparse_attention_config(make_args(block=None), 4)
     assert isinstance(config, ds_sparse.FixedSparsityConfig) and config.num_heads == 4
     assert "Fixed sparsity is used as default" in capsys.readouterr().out
@@ -91,17 +98,15 @@ def test_several_ranks_cannot_draw_a_seed_before_they_can_talk(make_args, monkey
         ds_sparse.get_sparse_attention_config(make_args(), 4)
 
 
-def test_a_wrong_block_names_the_file(make_args):
-    args = make_args(block={"mode": "fixed", "num_local_block": 8})
-    with pytest.raises(ds_sparse.SparseAttentionConfigError, match=r"ds\.json.*num_local_block.*num_local_blocks"):
-        ds_sparse.get_sparse_attention_config(args, 4)
-
-
-def test_the_flag_needs_a_json_and_excludes_the_transformer_kernel(make_args):
-    with pytest.raises(ValueError, match="add --deepspeed_config FILE"):
-        ds_sparse.get_sparse_attention_config(argparse.Namespace(deepspeed_sparse_attention=True), 4)
-    with pytest.raises(ValueError, match="--deepspeed_transformer_kernel are both on"):
-        ds_sparse.get_sparse_attention_config(make_args(deepspeed_transformer_kernel=True), 4)
+def test_a_wrong_block_names_the_file_and_the_flag_needs_one_and_excludes_the_transformer_kernel(make_args):
+    for args, sentence in (
+        (argparse.Namespace(deepspeed_sparse_attention=True), "add --deepspeed_config FILE"),
+        (make_args(deepspeed_transformer_kernel=True), "--deepspeed_transformer_kernel are both on"),
+        # The last to write the file.
+        (make_args(block={"mode": "fixed", "num_local_block": 8}), r"ds\.json.*num_local_block.*num_local_blocks"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            ds_sparse.get_sparse_attention_config(args, 4)
 
 
 BY_LAYER = {"mode": "dense", "layers": {"0": {"mode": "bigbird", "num_random_blocks": 1}, "1": None}}
@@ -132,20 +137,19 @@ def test_initialize_makes_each_layer_what_its_entry_says(make_args, capsys):
     assert "sparse attention is on in 2 of 3 attention layers." in out
 
 
-def test_layers_built_by_the_block_are_taken_and_others_are_named(make_args, capsys):
+def test_layers_built_by_the_block_are_taken_and_others_are_named(make_args, refused, capsys):
     args = make_args(block=BY_LAYER)
     structures = ds_sparse.get_sparse_attention_layers(args, 4, 3)
     built = [InTheManner() if structure is None else Layer(structure) for structure in structures]
     ds_sparse.initialize(args, torch.nn.Sequential(*built))
     assert "sparse attention is on in 2 of 3 attention layers." in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"layer 1.self.* where the JSON says null, dense attention"):
-        ds_sparse.initialize(args, torch.nn.Sequential(built[0], Layer(structures[2]), built[2]))
-    with pytest.raises(ValueError, match=r"2 of the model's 3 attention layers are sparse \(dense: 2\)"):
-        ds_sparse.initialize(args, torch.nn.Sequential(built[0], Layer(structures[2]), InTheManner()))
+    model = torch.nn.Sequential(built[0], Layer(structures[2]), built[2])
+    refused(model, r"layer 1.self.* where the JSON says null, dense attention", block=BY_LAYER)
+    model = torch.nn.Sequential(built[0], Layer(structures[2]), InTheManner())
+    refused(model, r"2 of the model's 3 attention layers are sparse \(dense: 2\)", block=BY_LAYER)
 
 
 def test_the_decoder_of_a_sparse_encoder_stays_dense(make_args, capsys):
-    transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 20, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
     for already in (False, True):
         model = transformers.T5Model(transformers.T5Config(**sizes))
@@ -158,7 +162,6 @@ def test_the_decoder_of_a_sparse_encoder_stays_dense(make_args, capsys):
 
 
 def test_a_checkpoint_keeps_the_seed_that_an_entry_was_drawn_with(make_args, tmp_path):
-    transformers = pytest.importorskip("transformers")
     engines = []
     for _ in range(2):
         model = transformers.BertModel(transformers.BertConfig(**BERT))
@@ -219,30 +222,25 @@ def test_the_flag_makes_a_dense_model_sparse(make_args, capsys):
     assert engine(x) < first
 
 
-def test_a_model_that_the_flag_made_sparse_can_be_initialized_again(make_args, capsys):
+def test_a_model_that_the_flag_made_sparse_can_be_initialized_again(make_args, refused, capsys):
     args = make_args(block=BLOCK | {"seed": 1})
     model = Loss(InTheManner(), InTheManner())
     for _ in range(2):
         ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
     assert capsys.readouterr().out.count("sparse attention is on in 2 of 2 attention layers.") == 2
-    with pytest.raises(
-        ValueError, match="layer layers.0.sparse_self_attention has BigBirdSparsityConfig.*JSON says Fixed"
-    ):
-        ds_sparse.initialize(args=make_args(block={"mode": "fixed"}), model=model)
+    sentence = "layer layers.0.sparse_self_attention has BigBirdSparsityConfig.*JSON says Fixed"
+    refused(model, sentence, block={"mode": "fixed"})
 
 
-def test_a_transformers_model_is_made_sparse_and_held_to_the_json(make_args, capsys):
-    transformers = pytest.importorskip("transformers")
+def test_a_transformers_model_is_made_sparse_and_held_to_the_json(make_args, refused, capsys):
     model = transformers.BertModel(transformers.BertConfig(**BERT))
     keys = list(model.state_dict())
     ds_sparse.initialize(args=make_args(), model=model, model_parameters=model.parameters())
     assert model.config._attn_implementation == "ds_sparse" and list(model.state_dict()) == keys
     ds_sparse.initialize(args=make_args(), model=model, model_parameters=model.parameters())
     assert capsys.readouterr().out.count("sparse attention is on in 2 of 2 attention layers.") == 2
-    with pytest.raises(
-        ValueError, match=r"layer encoder.layer.0.attention.self has BigBirdSparsityConfig\(num_random_blocks=1\)"
-    ):
-        ds_sparse.initialize(args=make_args(block=BLOCK | {"num_random_blocks": 2}), model=model)
+    sentence = r"layer encoder.layer.0.attention.self has BigBirdSparsityConfig\(num_random_blocks=1\)"
+    refused(model, sentence, block=BLOCK | {"num_random_blocks": 2})
 
 
 def test_a_model_is_tried_once(make_args):
@@ -258,7 +256,7 @@ def test_a_model_is_tried_once(make_args):
     assert Counted.ran == 2
 
 
-def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, capsys):
+def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, refused, capsys):
     decoder = torch.nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
     model = torch.nn.ModuleDict({"decoder": decoder, "calls": Fused()})
     args = make_args(block=BLOCK | {"seed": 1})
@@ -266,11 +264,9 @@ def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, ca
         ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
     assert capsys.readouterr().out.count("sparse attention is on in 2 of 2 attention layers.") == 2
     for name in ("decoder.self_attn", "calls"):
-        with pytest.raises(ValueError, match=f"layer {name} has BigBirdSparsityConfig.*JSON says Fixed"):
-            ds_sparse.initialize(args=make_args(block={"mode": "fixed"}), model=model)
+        refused(model, f"layer {name} has BigBirdSparsityConfig.*JSON says Fixed", block={"mode": "fixed"})
         del model[name.partition(".")[0]]
-    with pytest.raises(ValueError, match='no seed.*"seed": 0 in a block'):
-        ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([Fused()]))
+    refused(torch.nn.ModuleList([Fused()]), 'no seed.*"seed": 0 in a block')
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -286,7 +282,6 @@ def test_a_model_of_several_kinds_that_sparsify_made_sparse_is_taken_with_the_sa
 
 @pytest.mark.parametrize("make_model", ["in the manner", "BertModel"])
 def test_a_checkpoint_keeps_random_blocks_that_were_drawn(make_args, make_model, tmp_path):
-    transformers = pytest.importorskip("transformers")
 
     def start():
         torch.manual_seed(0)
@@ -328,94 +323,48 @@ def test_a_notice_is_given_once_a_process(make_args, capsys, monkeypatch):
     )
 
 
-def test_the_flag_with_a_model_that_it_cannot_serve_is_an_error(make_args, monkeypatch):
+def test_the_flag_with_a_model_that_it_cannot_serve_is_an_error(make_args, refused, monkeypatch):
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda *_, **__: pytest.fail("nothing is to be started")
     )
-    model = torch.nn.ModuleList([Layer(ds_sparse.get_sparse_attention_config(make_args(), 4)), InTheManner()])
-    with pytest.raises(
-        ValueError, match=r"1 of the model's 2 attention layers are sparse \(dense: 1\); build all of them"
-    ):
-        ds_sparse.initialize(args=make_args(), model=model)
-    with pytest.raises(ValueError, match="Linear has no self-attention layer"):
-        ds_sparse.initialize(args=make_args(), model=torch.nn.Linear(2, 2))
-    own = type("Own", (torch.nn.MultiheadAttention,), {})(32, 4)
-    with pytest.raises(ValueError, match=r"attention layer 0 \(Own\) would stay dense"):
-        ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([own]))
-
-
-def test_the_flag_with_another_structure_than_the_jsons_is_an_error(make_args):
-    with pytest.raises(ds_sparse.SparseAttentionConfigError) as caught:  # which `ds_sparse run` says on rank 0 alone
-        ds_sparse.initialize(args=make_args(), model=Layer())
-    (sentence,) = caught.value.mistakes
-    assert "layer self.sparse_self_attention has FixedSparsityConfig" in sentence and "JSON says BigBird" in sentence
-    other = ds_sparse.BigBirdSparsityConfig(num_heads=4, num_random_blocks=2)
-    with pytest.raises(
-        ValueError, match=r"BigBirdSparsityConfig\(num_random_blocks=2\) where the JSON says .*num_random_blocks=1"
-    ):
-        ds_sparse.initialize(args=make_args(), model=Layer(other))
-    with pytest.raises(ds_sparse.SparseAttentionConfigError, match="bigbrid"):
-        ds_sparse.initialize(args=make_args(block={"mode": "bigbrid"}), model=Layer())
-
-
-@pytest.mark.parametrize(
-    "names", [("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"), ("query_key_value",), ("c_attn",)]
-)
-def test_a_dense_layer_by_other_names_is_seen(make_args, names):
-    dense = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
-    model = torch.nn.ModuleDict(
-        {"sparse": Layer(ds_sparse.get_sparse_attention_config(make_args(), 4)), "other": dense}
+    sparse = Layer(ds_sparse.get_sparse_attention_config(make_args(), 4))
+    refused(
+        torch.nn.ModuleList([sparse, InTheManner()]),
+        r"1 of the model's 2 attention layers are sparse \(dense: 1\); build all of them",
     )
-    with pytest.raises(ValueError, match=r"1 of the model's 2 attention layers are sparse \(dense: other\)"):
-        ds_sparse.initialize(args=make_args(), model=model)
+    for names in ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"), ("query_key_value",), ("c_attn",):
+        other = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
+        model = torch.nn.ModuleDict({"sparse": sparse, "other": other})
+        refused(model, r"1 of the model's 2 attention layers are sparse \(dense: other\)")
+    refused(torch.nn.Linear(2, 2), "Linear has no self-attention layer")
+    own = type("Own", (torch.nn.MultiheadAttention,), {})(32, 4)
+    refused(torch.nn.ModuleList([own]), r"attention layer 0 \(Own\) would stay dense")
 
 
-@pytest.mark.usefixtures("registry")
-def test_a_structure_of_the_users_gets_no_seed(make_args, capsys):
-    @ds_sparse.register_sparsity("every_other_column")
-    class Stripes(ds_sparse.SparsityConfig):
-        def make_layout(self, seq_len):
-            layout = self.setup_layout(seq_len)
-            layout[:, :, ::2] = 1
-            return layout
-
-    config = ds_sparse.get_sparse_attention_config(make_args(block={"mode": "every_other_column"}), 4)
-    assert isinstance(config, Stripes) and config.seed is None and "seed" not in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("registry")
-def test_a_structure_of_the_users_that_draws_by_the_sampler_gets_one_seed(make_args, capsys):
-    @ds_sparse.register_sparsity("scatter")
-    class Scatter(ds_sparse.SparsityConfig):
-        def make_layout(self, seq_len):
-            layout = self.setup_layout(seq_len)
-            for h in range(self.num_heads):
-                layout[h, :, self.sampler(h)(range(layout.shape[2]), 2)] = 1
-            return layout
-
-    args = make_args(block={"mode": "scatter"})
-    config = ds_sparse.get_sparse_attention_config(args, 4)
-    assert capsys.readouterr().out.count(f"drawn with seed {config.seed}") == 1
-    model = Layer(config)
-    ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
-    layout = model.self.sparse_self_attention.master_layout
-    assert torch.equal(layout, Scatter(4, seed=config.seed).make_layout(64))
-    other = Layer(ds_sparse.get_sparse_attention_config(args, 4))
-    assert other.self.sparse_self_attention.sparsity_config.seed != config.seed
+def test_the_flag_with_another_structure_than_the_jsons_is_an_error(refused):
+    error = ds_sparse.SparseAttentionConfigError  # which `ds_sparse run` says on rank 0 alone
+    refused(Layer(), "layer self.sparse_self_attention has FixedSparsityConfig.* where the JSON says BigBird", error)
+    other = ds_sparse.BigBirdSparsityConfig(num_heads=4, num_random_blocks=2)
+    sentence = r"BigBirdSparsityConfig\(num_random_blocks=2\) where the JSON says .*num_random_blocks=1"
+    refused(Layer(other), sentence, error)
+    refused(Layer(), "bigbrid", error, block={"mode": "bigbrid"})
 
 
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("seed", [{}, {"seed": 3}])
-def test_a_structure_of_the_users_that_draws_without_the_sampler_is_told_what_to_do(make_args, capsys, seed):
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_structure_of_the_users_that_draws_otherwise_or_not_at_all_gets_none(make_args, capsys, seed, draws):
     @ds_sparse.register_sparsity("scatter")
     class Scatter(ds_sparse.SparsityConfig):
         def make_layout(self, seq_len):
-            return (torch.rand(self.setup_layout(seq_len).shape) < 0.5).long()
+            layout = self.setup_layout(seq_len)
+            return (torch.rand(layout.shape) < 0.5).long() if draws else layout + 1
 
     config = ds_sparse.get_sparse_attention_config(make_args(block={"mode": "scatter"} | seed), 4)
-    assert config.seed == seed.get("seed")
+    assert isinstance(config, Scatter) and config.seed == seed.get("seed")
     said = "Scatter draws other blocks each time, and no seed repeats them; draw them with self.sampler(h)"
-    assert capsys.readouterr().out.count(said) == 1
+    printed = capsys.readouterr().out
+    assert printed.count(said) == draws and "drawn with seed" not in printed
 
 
 def test_layers_that_a_pipeline_module_calls_by_its_own_list_are_sparse():

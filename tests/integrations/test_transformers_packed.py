@@ -103,15 +103,6 @@ def test_collated_documents_are_computed_as_each_alone(name, how, device):
     assert_same(run_packed(model, batch), run_apart(model, features, device))
 
 
-@pytest.mark.parametrize("name", ["modernbert", "llama"])
-def test_it_matters_where_documents_begin(name):
-    model, features = make(name), documents()
-    with torch.no_grad():
-        packed = model(**collated(name, features)).logits
-        row = model(collated(name, features)["input_ids"][:, :64]).logits
-    assert not torch.allclose(packed[:, 37:64], row[:, 37:64], atol=1e-2)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_several_rows_may_be_packed(name, device):
     model, features = make(name, device), documents((30, 10, 15, 25))
@@ -127,20 +118,13 @@ def test_several_rows_may_be_packed(name, device):
     torch.testing.assert_close(again.logits.detach(), ours[1])
 
 
-def test_one_row_of_positions_counts_for_all_rows():
-    model, positions = make("modernbert"), torch.cat([torch.arange(12), torch.arange(8)])[None]
-    ids = torch.randint(5, VOCABULARY, (3, 20))
-    with torch.no_grad():
-        apart = torch.cat([model(part).logits for part in ids.split([12, 8], 1)], 1)
-        torch.testing.assert_close(model(ids, position_ids=positions).logits, apart)
-
-
-def test_a_jump_forward_in_positions_begins_a_document():
-    model, ids = make("llama"), torch.randint(5, VOCABULARY, (1, 20))
-    positions = torch.cat([torch.arange(12), torch.arange(30, 38)])[None]
+@pytest.mark.parametrize("name, first, rows", [("modernbert", 0, 3), ("llama", 30, 1)])
+def test_one_row_of_positions_counts_for_all_and_a_jump_forward_begins_a_document(name, first, rows):
+    model, ids = make(name), torch.randint(5, VOCABULARY, (rows, 20))
+    positions = torch.cat([torch.arange(12), torch.arange(first, first + 8)])[None]
     with torch.no_grad():
         parts = zip(ids.split([12, 8], 1), positions.split([12, 8], 1), strict=True)
-        apart = torch.cat([model(part, position_ids=those, use_cache=False).logits for part, those in parts], 1)
+        apart = torch.cat([model(part, position_ids=those).logits for part, those in parts], 1)
         torch.testing.assert_close(model(ids, position_ids=positions).logits, apart)
 
 
@@ -185,12 +169,11 @@ def test_rows_of_one_document_are_what_they_were():
 
 def test_explicit_numbers_count_more_than_positions():
     model, ids = make("llama", block={"mode": "dense", "block": BLOCK}), torch.randint(5, VOCABULARY, (1, 20))
-    start_again = torch.cat([torch.arange(12), torch.arange(8)])[None]
     edges = torch.tensor([0, 20])
     dense = make("llama", sparse=False)
     with torch.no_grad():
-        ours = model(ids, position_ids=start_again, cu_seq_lens_q=edges, cu_seq_lens_k=edges).logits
-        truth = dense(ids, torch.ones_like(ids), position_ids=start_again).logits
+        ours = model(ids, position_ids=START_AGAIN, cu_seq_lens_q=edges, cu_seq_lens_k=edges).logits
+        truth = dense(ids, torch.ones_like(ids), position_ids=START_AGAIN).logits
     torch.testing.assert_close(ours, truth)
 
 
