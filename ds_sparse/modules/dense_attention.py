@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -15,17 +17,17 @@ def dense_attention(
     value: torch.Tensor,
     *,
     scale: float | None = None,
-    dropout_p: float = 0.0,
-    rpe: torch.Tensor | None = None,
-    distance_bias: torch.Tensor | None = None,
+    causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
+    rpe: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     query_offset: int | None = None,
-    causal: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * query @ key^T + rpe) @ value over all keys that the masks keep; operands and masks are those of
+    """softmax(scale * query @ key^T + rpe) @ value over all keys that the masks keep; operands and options are those of
     `StructuredAttention`, with an integer as `query_offset`. A distance_bias becomes a matrix of tokens by tokens.
 
     Raises:
@@ -42,28 +44,27 @@ def dense_attention(
             )
         lengths = [n for n in Documents.read(cu_seqlens).check_fills(query.shape[2]).lengths if n]
         # One call a document: a mask of all would be tokens by tokens.
-        outputs = [
-            dense_attention(*those, scale=scale, dropout_p=dropout_p, sinks=sinks, causal=causal)
-            for those in zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
-        ]
-        return torch.cat(outputs, 2)
+        documents = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "sinks": sinks, "dropout_p": dropout_p}
+        return torch.cat([dense_attention(*operands, **options) for operands in documents], 2)
+    mask = attn_mask
     if key_padding_mask is not None:
-        key_padding_mask = key_padding_mask[:, None, None, :]
-    mask = None
-    of_pairs = None if distance_bias is None else as_matrix(distance_bias, query.shape[2], key.shape[2])[None]
-    for given in (key_padding_mask, attn_mask, rpe, of_pairs):
-        mask = given if mask is None else _both(mask, given, query.dtype)
+        mask = _both(mask, key_padding_mask[:, None, None, :], query.dtype)
+    if rpe is not None:
+        mask = _both(mask, rpe, query.dtype)
+    if distance_bias is not None:
+        mask = _both(mask, as_matrix(distance_bias, query.shape[2], key.shape[2])[None], query.dtype)
     alone = causal and mask is None and sinks is None and not query_offset
     if causal and not alone:
-        tokens, keys = query.shape[2], key.shape[2]
-        seen = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(query_offset or 0)
-        mask = seen if mask is None else _both(mask, seen, query.dtype)
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = _both(mask, seen.tril(query_offset or 0), query.dtype)
     if sinks is not None:
         mask = _with_sinks(mask, sinks, query, key)
         key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
     return scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, is_causal=alone, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
-    )
+        query, key, value, mask, dropout_p, is_causal=alone, scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )  # fmt: skip
 
 
 def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -74,9 +75,9 @@ def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, query: torch.Ten
     return torch.cat([added, sinks.to(query.dtype)[:, None, None].expand(*shape[:3], 1)], -1)
 
 
-def _both(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    if given is None:
-        return mask
+def _both(mask: torch.Tensor | None, given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask is None:
+        return given
     if mask.dtype == given.dtype == torch.bool:
         return mask & given
     return _added(mask, dtype) + _added(given, dtype)

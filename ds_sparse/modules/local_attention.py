@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,25 +28,22 @@ class LocalAttention(NamedTuple):
         value: torch.Tensor,
         *,
         scale: float | None = None,
-        dropout_p: float = 0.0,
-        rpe: torch.Tensor | None = None,
-        distance_bias: torch.Tensor | None = None,
+        causal: bool = False,
         key_padding_mask: torch.Tensor | None = None,
-        attn_mask: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         query_offset: int | None = None,
-        causal: bool = False,
         cu_seqlens: torch.Tensor | None = None,
+        **others: Any,
     ) -> torch.Tensor:
-        given = {"rpe": rpe is not None, "distance_bias": distance_bias is not None}
-        given |= {"attn_mask": attn_mask is not None, "dropout_p": dropout_p != 0}
-        refused = [name for name, is_given in given.items() if is_given]
+        refused = [
+            name for name, given in others.items() if given is not None and not (name == "dropout_p" and given == 0)
+        ]
         if refused:
             raise ValueError(
                 f"a local layer with a window of {self.window} tokens is given {', '.join(refused)}, which window "
                 "attention does not compute; leave it out."
             )
         return window_attention(
-            query, key, value, self.window, causal, key_padding_mask, scale=scale, cu_seqlens=cu_seqlens, sinks=sinks,
-            query_offset=query_offset,
+            query, key, value, self.window, causal, key_padding_mask, scale=scale,
+            cu_seqlens=cu_seqlens, sinks=sinks, query_offset=query_offset,
         )  # fmt: skip

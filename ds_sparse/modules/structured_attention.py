@@ -16,6 +16,7 @@ from ..index.master_layout import MasterLayout
 from ..index.packed import Documents
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
 from ..ops import MatMul, Softmax, block_sparse_attention
+from ..ops.call import AttentionCall
 from ..ops.operands import of_flash
 from ..ops.softmax import as_additive
 from ..sparsity import SparsityConfig
@@ -64,30 +65,15 @@ class StructuredAttention:
             on, for models whose sequences have no longest; otherwise each has a layout of its length.
 
     Call:
-        query: (B, H, T, D), any strides, any T above 0.
-        key, value: alike, or with fewer heads, which divide H: query head h reads head h // (H / their number).
-        scale: factor of the scores, 1 / sqrt(D) by default.
-        dropout_p: probability with which attention probabilities are dropped.
-        causal: whether a token sees itself and those before it alone, whatever the structure says.
-        rpe: relative position bias (B or 1, H or 1, T, T), added after scaling; distance_bias: that of distances, as
-            `block_sparse_attention` takes it, (H or 1, 2M - 1).
-        key_padding_mask: (B or 1, T); attn_mask: (T, T), or (B or 1, H or 1, T or 1, T). Bool keeps where True, a
-            float is added.
-        sinks: (H,), a logit a head in the softmax's denominator, without a value.
-        query_offset: the position of the first query, or (B,), one a sequence; queries and keys may then differ in
-            number. The layout is not made for longer sequences then: what a row sees would change while they grow.
-        cu_seqlens: int32 or int64 (documents + 1): query, key and value are one row of packed documents, (1, H, T, D),
-            each with the layout from its own start, that for the longest of them. On the CPU it is read without waiting
-            for a device. Without masks, rpe, distance_bias and query_offset.
-        document_layout: 'row': with cu_seqlens the layout is that of the row, and ends at the borders of documents;
-            without dropout.
-        Returns (B, H, T, D); rows with nothing left are zeros.
+        As `block_sparse_attention`, without `layout`, `block` and `return_lse`, for any T above 0; `causal` beside what
+        the structure says. The layout is not made for longer sequences where there is a query_offset: what a row sees
+        would change while they grow. Masks and rpe have all keys in their last dimension.
 
     Raises:
         TypeError: as `SparseSelfAttention`.
-        ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating, sinks, a
-            query_offset, a distance_bias or cu_seqlens with `implementation="separate"`, with a query_offset more
-            tokens than `max_seq_length`, and with cu_seqlens masks, a bias or a query_offset.
+        ValueError: as `SparseSelfAttention`; in the call, as `block_sparse_attention`, a query_offset with more tokens
+            than `max_seq_length`, and with `implementation="separate"` sinks, a query_offset, a distance_bias or
+            cu_seqlens.
         NotImplementedError: in the call, as `SparseSelfAttention`: shapes that differ in more than the number of heads.
     """
 
@@ -183,91 +169,72 @@ class StructuredAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        causal: bool = False,
-        rpe: torch.Tensor | None = None,
-        key_padding_mask: torch.Tensor | None = None,
-        attn_mask: torch.Tensor | None = None,
-        distance_bias: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
         query_offset: int | torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         document_layout: str = "own",
+        **options: Any,
     ) -> torch.Tensor:
-        self.check(query, key, value, rpe, key_padding_mask, attn_mask, query_offset)
+        self.check(query, key, value, query_offset, **options)
         self.synchronize_layout()
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        causal = causal or self.causal
-        masks: dict[str, Any] = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        options["causal"] = options.get("causal", False) or self.causal
         if self.implementation == "separate":
-            of_fused = {"distance_bias": distance_bias, "sinks": sinks, "query_offset": query_offset}
-            for name, given in (of_fused | {"cu_seqlens": cu_seqlens}).items():
-                if given is not None:
-                    raise ValueError(f'{name} is given, and only implementation="fused" takes it; build it so.')
-            return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
+            return self._attend_separately(AttentionCall(query, key, value, **options), query_offset, cu_seqlens)
+        layout: Any  # a MasterLayout too, which only modules give
         if cu_seqlens is not None:
             documents = Documents.read(cu_seqlens)
             covering = self.covering(documents.tokens if document_layout == "row" else max(documents.lengths))
             # On the device already, where the index of each batch is made of it.
-            index = covering.index(covering.blocks * covering.block, query.device)
-            return block_sparse_attention(
-                query, key, value, index, cu_seqlens=cu_seqlens, document_layout=document_layout, scale=scale,
-                causal=causal, dropout_p=dropout_p, distance_bias=distance_bias, sinks=sinks, query_offset=query_offset,
-                **masks,
-            )  # fmt: skip
-        layout: Any = self.covering(query.shape[2]) if query_offset is None else self._for_cached(key.shape[2])
-        output: Any = block_sparse_attention(  # of a MasterLayout, which only modules give
-            query, key, value, layout, document_layout=document_layout, scale=scale, causal=causal, dropout_p=dropout_p,
-            distance_bias=distance_bias, sinks=sinks, query_offset=query_offset, **masks,
+            layout = covering.index(covering.blocks * covering.block, query.device)
+        else:
+            layout = self.covering(query.shape[2]) if query_offset is None else self._for_cached(key.shape[2])
+        return block_sparse_attention(
+            query, key, value, layout, query_offset=query_offset, cu_seqlens=cu_seqlens,
+            document_layout=document_layout, **options,
         )  # fmt: skip
-        return output
 
-    def _attend_separately(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        causal: bool,
-        dropout_p: float,
-        *,
-        rpe: torch.Tensor | None,
-        key_padding_mask: torch.Tensor | None,
-        attn_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        heads, tokens = query.shape[1:3]
+    def _attend_separately(self, call: AttentionCall, query_offset: Any, cu_seqlens: Any) -> torch.Tensor:
+        of_fused = {"distance_bias": call.distance_bias, "sinks": call.sinks}
+        for name, given in (of_fused | {"query_offset": query_offset, "cu_seqlens": cu_seqlens}).items():
+            if given is not None:
+                raise ValueError(f'{name} is given, and only implementation="fused" takes it; build it so.')
+        query, key, value, rpe, padding, mask = call.query, call.key, call.value, call.rpe, *call.biases[:2]
+        heads, tokens, head_dim = query.shape[1:]
         if key.shape[1] != heads:
             key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
         missing = -tokens % self.sparsity_config.block
         if missing:
             query, key, value = (pad(x, (0, 0, 0, missing)) for x in (query, key, value))
-            rpe, attn_mask = _pad_pairs(rpe, missing), _pad_pairs(attn_mask, missing)
-            key_padding_mask = _pad_keys(key_padding_mask, tokens, missing, query.device)
+            # What is said about pairs with padding does not matter: its keys are masked.
+            rpe, mask = (
+                x if x is None else pad(x, (0, missing, 0, missing if x.shape[-2] > 1 else 0)) for x in (rpe, mask)
+            )
+            padding = query.new_ones(1, tokens, dtype=torch.bool) if padding is None else padding
+            padding = pad(padding, (0, missing), value=False if padding.dtype == torch.bool else float("-inf"))
         ops = self.ops(tokens, query.device)
         scores = ops.scores(query, key)
         probs = ops.softmax(
             scores,
-            scale=scale,
+            scale=head_dim**-0.5 if call.scale is None else call.scale,
             rpe=None if rpe is None else rpe.to(scores.dtype),
-            causal=causal,
-            **_softmax_mask("key_padding_mask", key_padding_mask, scores.dtype),
-            **_softmax_mask("attn_mask", attn_mask, scores.dtype),
+            causal=call.causal,
+            **_softmax_mask("key_padding_mask", padding, scores.dtype),
+            **_softmax_mask("attn_mask", mask, scores.dtype),
         )
-        if dropout_p:
-            probs = dropout(probs, dropout_p)
-        output = ops.output(probs, value)
-        return output[:, :, :tokens] if missing else output
+        if call.dropout_p:
+            probs = dropout(probs, call.dropout_p)
+        return ops.output(probs, value)[:, :, :tokens]
 
     def check(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        query_offset: int | torch.Tensor | None = None,
+        *,
         rpe: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
-        query_offset: int | torch.Tensor | None = None,
+        **more: Any,
     ) -> None:
         """Raises what the call raises for operands and masks."""
         dims = (0, 2, 3) if query_offset is None else (0, 3)
@@ -278,24 +245,19 @@ class StructuredAttention:
                 f"key and value may have fewer heads that divide H; got {tuple(query.shape)}, {tuple(key.shape)} and "
                 f"{tuple(value.shape)}"
             )
-        if query.shape[1] != self.sparsity_config.num_heads:
-            raise ValueError(
-                f"query has {query.shape[1]} heads and the sparsity config num_heads={self.sparsity_config.num_heads}; "
-                "build the sparsity config with the number of heads that reach this module."
-                + of_flash(query, query.shape[2] == self.sparsity_config.num_heads)
-            )
-        if query.shape[2] == 0:
-            raise ValueError(f"query has shape {tuple(query.shape)}, without a token; give at least one.")
-        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-                raise ValueError(
-                    f"{name} is {mask.dtype}; it has to be bool (keeps where True) or floating (added to the scores)."
-                )
         batch, heads, tokens, _ = query.shape
+        if heads != self.sparsity_config.num_heads:
+            raise ValueError(
+                f"query has {heads} heads and the sparsity config num_heads={self.sparsity_config.num_heads}; "
+                "build the sparsity config with the number of heads that reach this module."
+                + of_flash(query, tokens == self.sparsity_config.num_heads)
+            )
+        if tokens == 0:
+            raise ValueError(f"query has shape {tuple(query.shape)}, without a token; give at least one.")
         pairs = (batch, heads, tokens, key.shape[2])
-        _check_broadcasts("rpe", rpe, pairs)
-        _check_broadcasts("key_padding_mask", key_padding_mask, (batch, key.shape[2]))
-        _check_broadcasts("attn_mask", attn_mask, pairs)
+        _check_fits("rpe", rpe, pairs)
+        _check_fits("key_padding_mask", key_padding_mask, (batch, key.shape[2]))
+        _check_fits("attn_mask", attn_mask, pairs)
 
     @outside_transforms
     @on_cpu()
@@ -447,25 +409,17 @@ def _softmax_mask(name: str, mask: torch.Tensor | None, dtype: torch.dtype) -> d
     return {name: as_additive(name, mask, dtype), f"{name}_mode": "add"}
 
 
-def _check_broadcasts(name: str, given: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless `given` has this shape or its last two dimensions, of which all but the last may be
-    1."""
+def _check_fits(name: str, given: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless `given` has this shape or its last two dimensions, of which all but the last may be 1,
+    and, of a mask, a dtype that says what it means."""
     if given is None:
         return
+    if name != "rpe" and given.dtype != torch.bool and not given.is_floating_point():
+        raise ValueError(
+            f"{name} is {given.dtype}; it has to be bool (keeps where True) or floating (added to the scores)."
+        )
     sizes = tuple(given.shape)
     fits = len(sizes) in (2, len(shape)) and sizes[-1] == shape[-1]
     if not fits or any(size != 1 and size != full for size, full in zip(sizes, shape[-len(sizes) :], strict=True)):
         shorter = f", or {shape[2:]}" if len(shape) > 2 else ""
         raise ValueError(f"{name} has shape {sizes}; it has to be {shape}, where all but the last may be 1{shorter}.")
-
-
-def _pad_pairs(mask: torch.Tensor | None, missing: int) -> torch.Tensor | None:
-    """Pads what is added to or masks pairs of tokens, (..., T or 1, T); what it says about padding does not matter."""
-    return None if mask is None else pad(mask, (0, missing, 0, missing if mask.shape[-2] > 1 else 0))
-
-
-def _pad_keys(mask: torch.Tensor | None, tokens: int, missing: int, device: torch.device) -> torch.Tensor:
-    """A key padding mask (B or 1, T) that also masks the keys that were added, (B or 1, T + missing)."""
-    if mask is None:
-        mask = torch.ones(1, tokens, dtype=torch.bool, device=device)
-    return pad(mask, (0, missing), value=False if mask.dtype == torch.bool else float("-inf"))
