@@ -17,8 +17,9 @@ from ..index.transforms import outside_of_graphs, outside_transforms
 from ..layout import causal_cut, count_live, crop
 from ..modules.local_attention import LocalAttention
 from ..modules.structured_attention import StructuredAttention
-from ..ops._library import DTYPES, check_inputs, under_autocast
-from ..ops.operands import check_attention_operands, check_dropout, dropout_seed, dropout_seeded
+from ..ops._library import DTYPES, check_inputs
+from ..ops.call import AttentionCall
+from ..ops.operands import dropout_seed, dropout_seeded
 from ..ops.packed_operands import one_as_rows, rows_as_one
 from ..sparsity import SparsityConfig
 from ..tools.notices import say_notices
@@ -146,9 +147,9 @@ class SequenceParallelAttention:
             NotImplementedError: shapes of query, key and value differ in more than heads.
         """
         check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
-        query, key, value = under_autocast(query, key, value)
         try:
-            check_attention_operands(query, key, value)
+            options = scale, causal, None, None, None, None, sinks, dropout_p
+            call = AttentionCall.checked(query, key, value, *options)
             self._check_dropout(dropout_p)
             _check_mask(key_padding_mask, query.shape[2], lengths)
             documents = None if cu_seqlens is None else Documents.read(cu_seqlens)
@@ -157,56 +158,45 @@ class SequenceParallelAttention:
                 self._told_by_all([0] * TOLD, query.device)
             raise
         if lengths is None:
-            chosen = (causal, dropout_p > 0, document_layout == "row", sinks is not None)
-            lengths = self._agreed_lengths(query, key, key_padding_mask, documents, chosen)
+            lengths = self._agreed_lengths(call, key_padding_mask, documents, document_layout)
         self._check_lengths(lengths, query.shape[2])
-        tokens, options = sum(lengths), dict[str, Any](scale=scale, causal=causal)
+        tokens = sum(lengths)
         if key_padding_mask is not None:
-            options["key_padding_mask"] = self._whole_mask(key_padding_mask, lengths)
+            call = call._replace(key_padding_mask=self._whole_mask(key_padding_mask, lengths))
         if documents is not None:
             _check_documents(documents, query.shape[0], tokens, document_layout, key_padding_mask)
             tokens = tokens if document_layout == "row" else max(documents.lengths)
-            options["cu_seqlens"] = cu_seqlens
-        if document_layout != "own":  # windows and dense attention know no other
-            options["document_layout"] = document_layout
         if isinstance(self._attention, StructuredAttention):
-            self._attention.check(query, key, value)
+            self._attention.check(call.query, call.key, call.value)
             self._attention.synchronize_layout()
-        halo = None
         if documents is None and document_layout == "own" and not dropout_p:
-            halo = self._halo(query, key, lengths, causal, sinks)
-        if halo is not None:
-            masked = options.get("key_padding_mask")
-            return halo(query, key, value, scale=scale, key_padding_mask=masked, sinks=sinks)
-        deal = self._deal(query, key, tokens, causal)
+            halo = self._halo(call, lengths)
+            if halo is not None:
+                return halo(call)
+        deal = self._deal(call, tokens)
         there, back = self._exchanges(deal, lengths)
-        heads: tuple[torch.Tensor, ...] = tokens_to_heads(query, key, value, there)
-        own = deal.queries[self._ranks.rank]
-        if sinks is not None:
-            options["sinks"] = sinks[list(own)]
-        if documents is None:
-            output = self._attend(own, heads, options, dropout_p)
-        else:
-            output = self._attend(own, tuple(map(rows_as_one, heads)), options, dropout_p)
-            output = one_as_rows(output, query.shape[0])
-        return heads_to_tokens(output, back)
+        own, rows = deal.queries[self._ranks.rank], query.shape[0]
+        query, key, value = tokens_to_heads(call.query, call.key, call.value, there)
+        packed: dict[str, Any] = {}
+        if documents is not None:
+            query, key, value = map(rows_as_one, (query, key, value))
+            packed["cu_seqlens"] = cu_seqlens
+        if document_layout != "own":  # windows and dense attention know no other
+            packed["document_layout"] = document_layout
+        sinks = None if sinks is None else sinks[list(own)]
+        output = self._attend(own, call._replace(query=query, key=key, value=value, sinks=sinks), packed)
+        return heads_to_tokens(output if documents is None else one_as_rows(output, rows), back)
 
     @outside_of_graphs
-    def _halo(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        lengths: tuple[int, ...],
-        causal: bool,
-        sinks: torch.Tensor | None,
-    ) -> BlockHalo | WindowHalo | None:
+    def _halo(self, call: AttentionCall, lengths: tuple[int, ...]) -> BlockHalo | WindowHalo | None:
         """What computes the rank's own queries, if ranks exchange keys in the place of heads."""
-        attention, layout = self._attention, None
+        attention, layout, causal = self._attention, None, call.causal
         if self._ranks.size == 1 or not computes_own_tokens(attention):
             return None
         if isinstance(attention, StructuredAttention):
             layout, causal = attention.covering(sum(lengths)), causal or attention.causal
-        return self._halos(layout, lengths, query.shape[1], key.shape[1], causal, sinks is not None, query.device)
+        heads, key_heads = call.query.shape[1], call.key.shape[1]
+        return self._halos(layout, lengths, heads, key_heads, causal, call.sinks is not None, call.device)
 
     @outside_transforms
     def _halo_on(
@@ -245,14 +235,14 @@ class SequenceParallelAttention:
         say_notices([f"the {ranks.size} ranks of a sequence send each other the keys that their own queries see."])
         return halo
 
-    def _deal(self, query: torch.Tensor, key: torch.Tensor, tokens: int, causal: bool) -> HeadDeal:
-        """Which heads each rank has of a sequence of so many tokens; of packed documents by the longest."""
-        attention, heads, key_heads = self._attention, query.shape[1], key.shape[1]
+    def _deal(self, call: AttentionCall, tokens: int) -> HeadDeal:
+        """Deals heads to ranks, for a sequence of so many tokens; of packed documents by the longest."""
+        attention, heads, key_heads = self._attention, call.query.shape[1], call.key.shape[1]
         if not isinstance(attention, StructuredAttention):
-            return self._dealt(None, 0, heads, key_heads, causal)
+            return self._dealt(None, 0, heads, key_heads, call.causal)
         layout = attention.covering(tokens)
         blocks = -(-tokens // layout.block)
-        deal = self._dealt(layout, blocks, heads, key_heads, causal or attention.causal)
+        deal = self._dealt(layout, blocks, heads, key_heads, call.causal or attention.causal)
         if deal.spread > TOLERANCE and not self._has_said:
             self._has_said = True
             _say(deal, blocks * layout.block)
@@ -267,28 +257,25 @@ class SequenceParallelAttention:
         there, back = (deal.queries, deal.keys, deal.keys), (deal.queries,)
         return Exchange(there, lengths, self._ranks), Exchange(back, lengths, self._ranks)
 
-    def _attend(
-        self, own: tuple[int, ...], operands: tuple[torch.Tensor, ...], options: dict[str, Any], dropout_p: float
-    ) -> torch.Tensor:
+    def _attend(self, own: tuple[int, ...], call: AttentionCall, packed: dict[str, Any]) -> torch.Tensor:
         """Attention of this rank's own heads, (B, own heads, T, D) each, over the whole sequence.
 
         With dropout each head is a call of its own, whose seed has the head's number: kernels number the heads of a
         call from 0, so that heads of several ranks would drop the same pairs, and other pairs on another number of
         ranks.
         """
-        if not dropout_p:
-            return self._of(own)(*operands, **options)
-        query, key, value = operands
+        query, key, value, sinks = call.query, call.key, call.value, call.sinks
+        options = {"scale": call.scale, "causal": call.causal, "key_padding_mask": call.key_padding_mask, **packed}
+        if not call.dropout_p:
+            return self._of(own)(query, key, value, sinks=sinks, **options)
         seed = self._ranks.from_first(dropout_seed(query.device))
-        shared, sinks, outputs = query.shape[1] // key.shape[1], options.pop("sinks", None), []
+        shared, outputs = query.shape[1] // key.shape[1], []
         for place, head in enumerate(own):
-            keys = slice(place // shared, place // shared + 1)
+            part, keys = slice(place, place + 1), slice(place // shared, place // shared + 1)
+            options["sinks"] = None if sinks is None else sinks[part]
             with dropout_seeded(seed + torch.tensor([0, head], device=seed.device)):
-                output = self._of((head,))(
-                    query[:, place : place + 1], key[:, keys], value[:, keys], dropout_p=dropout_p,
-                    sinks=None if sinks is None else sinks[place : place + 1], **options,
-                )  # fmt: skip
-            outputs.append(output)
+                of_head = query[:, part], key[:, keys], value[:, keys]
+                outputs.append(self._of((head,))(*of_head, dropout_p=call.dropout_p, **options))
         return torch.cat(outputs, 1)
 
     def _of(self, heads: tuple[int, ...]) -> Callable[..., torch.Tensor]:
@@ -301,7 +288,6 @@ class SequenceParallelAttention:
         return mask if mask.shape[1] == sum(lengths) else self._ranks.all_tokens(mask, lengths)
 
     def _check_dropout(self, dropout_p: float) -> None:
-        check_dropout("dropout_p", dropout_p)
         if dropout_p and not isinstance(self._attention, StructuredAttention):
             raise ValueError(
                 f"dropout_p is {dropout_p} in a layer that is dense or has a window of the model's own, where ranks "
@@ -310,20 +296,16 @@ class SequenceParallelAttention:
             )
 
     def _agreed_lengths(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        key_padding_mask: torch.Tensor | None,
-        documents: Documents | None,
-        options: tuple[bool, ...],
+        self, call: AttentionCall, mask: torch.Tensor | None, documents: Documents | None, document_layout: str
     ) -> tuple[int, ...]:
         """The lengths of all ranks, after a look at whether the rest of their shapes, and their options, are the same.
         Waits for the device."""
-        batch, heads, tokens, width = query.shape
-        masks = 0 if key_padding_mask is None else key_padding_mask.shape[0]
-        kinds = [DTYPES.index(query.dtype), -1 if key_padding_mask is None else key_padding_mask.element_size()]
+        query, (batch, heads, tokens, width) = call.query, call.query.shape
+        kinds = [DTYPES.index(query.dtype), -1 if mask is None else mask.element_size()]
         edges = (0, 0) if documents is None else (len(documents.edges) - 1, crc32(repr(documents.edges).encode()))
-        mine = [tokens, batch, heads, key.shape[1], width, masks, *edges, *kinds, *map(int, options)]
+        options = call.causal, call.dropout_p > 0, document_layout == "row", call.sinks is not None
+        mine = [tokens, batch, heads, call.key.shape[1], width, 0 if mask is None else len(mask), *edges, *kinds]
+        mine += map(int, options)
         rows = self._told_by_all(mine, query.device)
         refusing = ", ".join(str(rank) for rank, row in enumerate(rows) if not row[0])
         if refusing:

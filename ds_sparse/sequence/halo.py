@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 
 from ..index import BlockIndex
 from ..modules.local_attention import LocalAttention
-from ..ops import block_sparse_attention
 from ..ops._autograd import differentiable_once
+from ..ops.attention_function import attend
+from ..ops.call import AttentionCall
 from .exchange import RanksOfSequence
 from .halo_plan import HaloPlan, parts_of, tokens_seen, within
 
@@ -153,7 +154,8 @@ class BlockHalo:
         self._front = front * block
         self._queries = _Queries(number, -number % block if len(wide) else 0)
         rows = _rows(layout, own, columns, plan.wide, front)
-        self._index = BlockIndex.build(rows.to(device), block)
+        index = BlockIndex.build(rows.to(device), block)
+        self._index = index.causal() if causal else index
         self._keys = _tokens_of(columns, block, tokens).to(device)
         self._causal = causal
         wanted, self._wide = [keys, keys], None
@@ -162,30 +164,24 @@ class BlockHalo:
             self._wide = _WideRows(wide, lengths, self._queries, ranks, device)
         self._there = exchange_of(wanted, lengths, ranks, device)
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        key_padding_mask: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         """(B, H, T_r, D) of the rank's own queries, keys and values, and the whole sequence's mask (B or 1, T). No
         sinks where rows are wide: each rank would count them."""
-        options: dict[str, Any] = {"scale": scale, "causal": self._causal}
-        if key_padding_mask is not None:
-            options["key_padding_mask"] = key_padding_mask[:, self._keys]
+        mask = call.key_padding_mask
+        call = call._replace(causal=self._causal, key_padding_mask=None if mask is None else mask[:, self._keys])
+        query, keys = call.query, (call.key, call.value)
         if self._wide is not None:
-            key, value, query = _WithHalo.apply(self._there, self._queries, key, value, query)
-            output, lse = block_sparse_attention(query, key, value, self._index, return_lse=True, **options)
+            key, value, query = _WithHalo.apply(self._there, self._queries, *keys, query)
+            output, lse = self._attend(call._replace(query=query, key=key, value=value))
             # Transposed here, not in the function, whose result may then be written over.
             return _MergeWideRows.apply(self._wide, output, lse).transpose(1, 2)
-        key, value = _WithHalo.apply(self._there, self._queries, key, value)
+        key, value = _WithHalo.apply(self._there, self._queries, *keys)
         query = pad(query, (0, 0, self._front, 0)) if self._front else query
-        output = block_sparse_attention(query, key, value, self._index, sinks=sinks, **options)
+        output, _ = self._attend(call._replace(query=query, key=key, value=value))
         return output[:, :, self._front :].clone()  # which may be written over: attention has saved its own
+
+    def _attend(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        return attend(AttentionCall.checked(*call), self._index)
 
 
 class WindowHalo:
@@ -219,15 +215,15 @@ class WindowHalo:
         self._queries = _Queries(len(own), 0)
         self._there = exchange_of([fetched, fetched], lengths, ranks, device)
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any
-    ) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         """(B, H, T_r, D), as `BlockHalo` has it."""
-        mask = None if key_padding_mask is None else key_padding_mask[:, self._keys]
-        key, value = _WithHalo.apply(self._there, self._queries, key, value)
+        mask = call.key_padding_mask
+        mask = None if mask is None else mask[:, self._keys]
+        key, value = _WithHalo.apply(self._there, self._queries, call.key, call.value)
         output = self._attention(
-            query, key, value, causal=self._causal, key_padding_mask=mask, query_offset=self._before, **options
-        )
+            call.query, key, value, scale=call.scale, causal=self._causal, key_padding_mask=mask, sinks=call.sinks,
+            query_offset=self._before,
+        )  # fmt: skip
         return output.clone()  # as `BlockHalo` does
 
 
