@@ -26,10 +26,9 @@ from ..config import (
 from ..config.block import layer_entries
 from ..config.file import name_of
 from ..models.families import families
-from ..models.layers import AttentionLayers, attention_layers
+from ..models.layers import AttentionLayers, attention_layers, structure_of
 from ..models.sparsify import activate
 from ..models.structures import set_common_seeds
-from ..modules.layers import structure_of
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import DEFAULTS, declared_value
 from ..tools.extras import optional_imports

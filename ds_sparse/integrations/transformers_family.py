@@ -16,10 +16,10 @@ from torch import nn
 
 from ..config import BLOCK_KEY
 from ..models.families import Family, register_family
+from ..models.layers import ours_and_others
 from ..models.report import Change, StayDense
 from ..models.structures import Structures
 from ..modules.dense_attention import dense_attention
-from ..modules.layers import ours_and_others
 from ..sparsity import SparsityWarning
 
 if TYPE_CHECKING:

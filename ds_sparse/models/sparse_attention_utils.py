@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from ..modules.structure_argument import for_all_layers
 from ..sparsity import SparsityConfig
 from ..tools.ranks import say
 from .families import families
@@ -16,7 +15,7 @@ from .families._plain import longest_sequence
 from .families.bing_bert import around
 from .layers import attention_layers, refuse_sparse
 from .position_table import base_model, configs, position_table, reserved_rows, why_no_table
-from .structures import make_structures
+from .structures import Structures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -276,7 +275,7 @@ def _replace_layers(
             f"this {type(config).__name__} has output_attentions, and BertSparseSelfAttention computes no attention "
             "probabilities; set it to False."
         )
-    structure = for_all_layers(make_structures(sparsity_config, config.num_attention_heads))
+    structure = Structures(sparsity_config).make(config.num_attention_heads)
     attentions: list[Any] = [layer.attention for layer in layers]
     replacements = around([attention.self for attention in attentions], config, structure, max_position)
     for attention, replacement in zip(attentions, replacements, strict=True):

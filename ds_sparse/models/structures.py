@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ from ..config.block import beyond, seed_of
 from ..modules.multihead_attention import check_repeatable
 from ..modules.structure_argument import for_all_layers, read_structures
 from ..sparsity import SparsityConfig
-from ..sparsity.declarations import declared_value
-from .common_seed import set_common_seed
+from ..sparsity.declarations import declare, declared_value
+from ..sparsity.draws import Draws, draws, why_unrepeatable
+from ..tools.ranks import can_talk, from_rank_0, say, world_size
 
 Wanted = SparsityConfig | Mapping[str, Any] | LayerStructures | None
 """A structure, a dict with the keys of the JSON block, or what has been read of one; None where none is asked for."""
@@ -51,7 +53,11 @@ class Structures:
         and where they have no seed, with the seed of that block.
 
         Raises:
-            ValueError: as `make_structures`; an entry names a layer that the model, of this name, does not have.
+            SparseAttentionConfigError: a dict that is wrong (a ValueError).
+            ValueError: they are for another number of heads; an entry names a layer that the model, of this name, does
+                not have.
+            TypeError: neither a structure nor a dict.
+            RuntimeError: several ranks would draw a seed before torch.distributed runs.
         """
         seed = None if saved is None else seed_of(saved)
         key = (id(saved) if self.wanted is None else 0, num_heads, seed)
@@ -87,23 +93,34 @@ class Structures:
         return read_structures(self.wanted if self._read is None else self._read, num_heads)
 
 
-def make_structures(wanted: Wanted, num_heads: int, seed: int | None = None) -> LayerStructures:
-    """The structures that were asked for, copies, with `seed` or one that rank 0 draws where they have none.
-
-    Raises:
-        SparseAttentionConfigError: the dict is wrong (a ValueError).
-        ValueError: they are for another number of heads.
-        TypeError: neither a structure nor a dict.
-        RuntimeError: several ranks would draw a seed before torch.distributed runs.
-    """
-    structures = read_structures(wanted, num_heads)
-    set_common_seeds(structures, seed)
-    return structures
-
-
 def set_common_seeds(structures: LayerStructures, seed: int | None = None) -> None:
     """`set_common_seed` for all of them; those without a seed get one and the same."""
     for structure in structures.all():
         had_none = declared_value(structure, "seed") is None
         set_common_seed(structure, seed)
         seed = declared_value(structure, "seed") if had_none and seed is None else seed
+
+
+def set_common_seed(structure: SparsityConfig, seed: int | None = None) -> None:
+    """Gives a structure that draws blocks by its `seed`, and has none, the same one on all ranks: `seed`, else one that
+    rank 0 draws and prints. One line says what to do where no seed would repeat the blocks.
+
+    Raises:
+        RuntimeError: several ranks, and torch.distributed does not run yet.
+    """
+    how = draws(structure)
+    if how is Draws.UNREPEATABLY:
+        say(why_unrepeatable(structure))
+    if how is not Draws.BY_SEED or declared_value(structure, "seed") is not None:
+        return
+    if seed is not None:
+        declare(structure, "seed", seed)
+        return
+    if world_size() > 1 and not can_talk():
+        raise RuntimeError(
+            "The structure has random blocks and no seed, and torch.distributed is not running yet, so the ranks "
+            'cannot agree on one; call ds_sparse.init_distributed() first, or set "seed" in the sparse_attention block.'
+        )
+    seed = from_rank_0(random.SystemRandom().randrange(2**31))
+    declare(structure, "seed", seed)
+    say(f'random blocks are drawn with seed {seed}; set "seed" in the sparse_attention block to repeat this layout.')

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_sparse.config import parse_sparse_attention, sparse_attention_block
-from ds_sparse.models.common_seed import set_common_seed
+from ds_sparse.models.structures import set_common_seed
 from ds_sparse.sparsity import (
     BigBirdSparsityConfig,
     SparsityConfig,

@@ -64,6 +64,15 @@ def changes_by_structure(
     return [*map(change, alike.values()), *(StayDense(those, why) for why, those in kept.items() if those)]
 
 
+def cross_attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of PyTorch's decoders, by name, whose keys are of another sequence than their queries."""
+    return {
+        f"{name}.multihead_attn" if name else "multihead_attn": module.multihead_attn
+        for name, module in model.named_modules()
+        if isinstance(module, nn.TransformerDecoderLayer)
+    }
+
+
 def tokens_of_layout(model: nn.Module, max_seq_length: int | None) -> int:
     """Tokens that the layouts of a model are built for."""
     return longest_sequence(getattr(model, "config", None)) if max_seq_length is None else max_seq_length

@@ -12,13 +12,12 @@ from torch.nn.functional import multi_head_attention_forward
 from torch.utils._pytree import tree_leaves
 
 from ...modules.code_names import functions_of, names_in
-from ...modules.layers import cross_attention_layers
 from ...modules.multihead_attention import SparseMultiheadAttention, refuse_added_keys
 from ...modules.structured_attention import StructuredAttention
 from ..report import Change, Kind, describe
 from ..structures import Structures
 from ..trial import fake_copy, in_trial, made_up_inputs
-from ._plain import changes_by_structure, named, refuse_head_size, refuse_methods_past_the_class
+from ._plain import changes_by_structure, cross_attention_layers, named, refuse_head_size, refuse_methods_past_the_class
 from ._registry import Family
 
 _WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
