@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from ..tools.wording import listed
-from .implementations import ALL_DTYPES, IMPLEMENTATIONS, LIMITS, Call, Implementation, kind_of
+from .implementations import ALL_DTYPES, IMPLEMENTATIONS, LIMITS, Call, Implementation
 
 
 def choose(operation: str, call: Call, forced: str | None = None) -> Implementation:
@@ -137,25 +137,22 @@ def walkers(operation: str, block: int) -> dict[int, list[str]]:
 
 def dtypes_on(operation: str, device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes that some implementation on a kind of device takes."""
-    return _DTYPES[operation, kind_of(device)]
+    return _DTYPES[operation, device.type == "cuda"]
 
 
 def largest_head_dim(operation: str, device: torch.device) -> int | None:
     """The most numbers of a token that some implementation on a kind of device takes; None: any number."""
-    return _LARGEST_HEAD_DIMS[operation, kind_of(device)]
+    return _LARGEST_HEAD_DIMS[operation, device.type == "cuda"]
 
 
 def _largest(bounds: Iterable[int | None]) -> int | None:
     return max(bounds, key=lambda bound: math.inf if bound is None else bound)
 
 
-_DTYPES = {
-    (operation, kind): tuple(x for x in ALL_DTYPES if any(x in i.dtypes for i in those if i.device == kind))
-    for operation, those in IMPLEMENTATIONS.items()
-    for kind in ("cpu", "cuda")
-}
-_LARGEST_HEAD_DIMS = {
-    (operation, kind): _largest(i.head_dims[1] for i in those if i.device == kind)
-    for operation, those in IMPLEMENTATIONS.items()
-    for kind in ("cpu", "cuda")
-}
+_DTYPES, _LARGEST_HEAD_DIMS = {}, {}
+"""By operation, and whether a device is a GPU."""
+for _operation, _those in IMPLEMENTATIONS.items():
+    for _on_cuda in (False, True):
+        _there = [i for i in _those if (i.device == "cuda") == _on_cuda]
+        _DTYPES[_operation, _on_cuda] = tuple(x for x in ALL_DTYPES if any(x in i.dtypes for i in _there))
+        _LARGEST_HEAD_DIMS[_operation, _on_cuda] = _largest(i.head_dims[1] for i in _there)

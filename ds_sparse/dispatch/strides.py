@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
+from torch.nn.functional import pad
 
 
 def is_aligned(x: torch.Tensor) -> bool:
@@ -26,3 +27,17 @@ def readable_in_boxes(x: torch.Tensor) -> bool:
         if size != 1 and (stride <= 0 or stride % 8):
             return False
     return is_aligned(x)
+
+
+def is_readable(x: torch.Tensor) -> bool:
+    """Whether attention's kernels read x, (B, H, T, D), in place."""
+    batch, head, token, last = x.stride()
+    in_eights = x.shape[-1] % 8 == 0 and batch % 8 == 0 and head % 8 == 0 and token % 8 == 0
+    return last == 1 and in_eights and is_aligned(x)
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """x (B, H, T, D), or a copy with D padded to a multiple of 8 by zeros and laid out as kernels read it."""
+    if x.shape[-1] % 8:
+        x = pad(x, (0, -x.shape[-1] % 8))
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
 """Operations on blocks, windows and lists of token pairs: public functions, their checks, fake kernels, gradients."""
 
-from . import _flops, _vmap
+from . import operators as operators  # registers them
 from ._library import BLOCK_OPERATORS, check_inputs, missing_kernels
 from .attention import block_sparse_attention
 from .explanation import Explanation, explain
@@ -10,9 +10,6 @@ from .token import sparse_attn, sparse_matmul, sparse_matmul_vo
 from .token_steps import gather_attention, jagged_attention, masked_attention, torch_sparse_attention
 from .window import unwindow_matmul, window_matmul, window_softmax
 from .window_attention import window_attention
-
-_flops.register_formulas()
-_vmap.register_rules()
 
 __all__ = [
     "BLOCK_OPERATORS",

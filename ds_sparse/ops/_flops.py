@@ -9,12 +9,12 @@ count their pairs, bands what belongs to a token that there is. Softmax counts n
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
 
-from .._ops import ops
+from ..index import BlockIndex
 from ..index.lookup import index_of_window
 from ..index.master_layout import MasterLayout
 from ..index.packing import MAX_LINES, owner_bit
@@ -48,118 +48,62 @@ def live_blocks(entries: Tensor) -> int:
     return sum(int(owner_bit(entries, line).sum()) for line in range(MAX_LINES))
 
 
-def register_formulas() -> None:
-    """Tells PyTorch's counter the formulas of all operators that have products."""
-    for operator, formula in _FORMULAS.items():
-        register_flop_formula(getattr(ops, operator), get_raw=True)(_of_names(operator, formula))
+def attention(each: int) -> Callable[[SimpleNamespace], int]:
+    """Attention on tiles, `each` operations for a live score and number of a head."""
+    return lambda x: attention_flops(x.query, live_blocks(x.row_entries), x.layout_heads, x.block, each)
 
 
-def _of_names(operator: str, formula: Callable[[dict], int]) -> Callable[..., int]:
-    """The formula of an operator's arguments by name as one of its arguments."""
-    names = [argument.name for argument in getattr(ops, operator).default._schema.arguments]
-    return lambda *args, out_val=None, **by_name: formula(dict(zip(names, args)) | by_name)
-
-
-def _of_attention(each: int) -> Callable[[dict], int]:
-    def formula(given: dict) -> int:
-        live = live_blocks(given["row_entries"])
-        return attention_flops(given["query"], live, given["layout_heads"], given["block"], each)
-
-    return formula
-
-
-def _of_structured_attention(each: int) -> Callable[[dict], int]:
+def attention_on_layout(each: int) -> Callable[[SimpleNamespace], int]:
     """The same of the operators that compiled and exported graphs hold, which find their index when they run."""
 
-    def formula(given: dict) -> int:
-        layout = MasterLayout.read(given["layout"])
-        index = layout.index(given["query"].shape[2], layout.device, given["causal"])
-        return attention_flops(given["query"], index.live_blocks, index.layout_heads, index.block, each)
+    def formula(x: SimpleNamespace) -> int:
+        layout = MasterLayout.read(x.layout)
+        return _on(layout.index(x.query.shape[2], layout.device, x.causal), x.query, each)
 
     return formula
 
 
-def _of_window(each: int) -> Callable[[dict], int]:
-    def formula(given: dict) -> int:
-        query = given["query"]
-        numbers = WindowNumbers.of(*(given[name] for name in WindowNumbers._fields))
-        index = index_of_window(query.shape[2], numbers, query.device).blocks
-        return attention_flops(query, index.live_blocks, index.layout_heads, index.block, each)
-
-    return formula
+def attention_in_window(x: SimpleNamespace, numbers: WindowNumbers, each: int) -> int:
+    return _on(index_of_window(x.query.shape[2], numbers, x.query.device).blocks, x.query, each)
 
 
-def _of_distances(given: dict) -> int:
-    live = given["row_columns"].shape[0]
-    return attention_flops(given["query"], live, given["layout_heads"], given["block"], BIAS_BACKWARD)
+def _on(index: BlockIndex, query: Tensor, each: int) -> int:
+    return attention_flops(query, index.live_blocks, index.layout_heads, index.block, each)
 
 
-def _of_pairs(in_scores: int, in_values: int) -> Callable[[dict], int]:
+def distances(x: SimpleNamespace) -> int:
+    return attention_flops(x.query, x.row_columns.shape[0], x.layout_heads, x.block, BIAS_BACKWARD)
+
+
+def pairs(in_scores: int, in_values: int) -> Callable[[SimpleNamespace], int]:
     """Attention over lists of pairs, of products with the head size of scores, and that of values."""
 
-    def formula(given: dict) -> int:
-        query, lists = given["query"], given["list_batch"] * given["list_heads"]
-        pairs = given["columns"].shape[0] * query.shape[0] * query.shape[1] // lists
-        return 2 * pairs * (in_scores * query.shape[3] + in_values * given["value"].shape[3])
+    def formula(x: SimpleNamespace) -> int:
+        depths = in_scores * x.query.shape[3] + (in_values * x.value.shape[3] if in_values else 0)
+        return 2 * (x.columns.shape[0] * x.query.shape[0] * x.query.shape[1] // (x.list_batch * x.list_heads)) * depths
 
     return formula
 
 
-def _of_pairs_in_tiles(each: int) -> Callable[[dict], int]:
-    def formula(given: dict) -> int:
-        query, bits = given["query"], given["row_pairs"]
-        lists = given["layout_heads"] * bits.shape[0]
-        pairs = sum(int((bits >> bit & 1).sum()) for bit in range(32))
-        return each * query.shape[3] * pairs * query.shape[0] * query.shape[1] // lists
+def pairs_in_tiles(each: int) -> Callable[[SimpleNamespace], int]:
+    def formula(x: SimpleNamespace) -> int:
+        query, bits = x.query, x.row_pairs
+        count = sum(int((bits >> bit & 1).sum()) for bit in range(32))
+        return each * query.shape[3] * count * query.shape[0] * query.shape[1] // (x.layout_heads * bits.shape[0])
 
     return formula
 
 
-def _sdd(given: dict) -> int:
-    a = given["a"]
-    values = given["columns"].shape[0] * a.shape[1] // given["layout_heads"] * given["block"] ** 2
-    return 2 * a.shape[0] * values * a.shape[3]
+def sdd(x: SimpleNamespace) -> int:
+    return 2 * x.a.shape[0] * num_values(x) * x.block**2 * x.a.shape[3]
 
 
-def _dsd(given: dict) -> int:
-    return 2 * given["values"].numel() * given["dense"].shape[3]
+def num_values(x: SimpleNamespace) -> int:
+    """The live blocks of all heads of a product."""
+    return x.columns.shape[0] * x.a.shape[1] // x.layout_heads
 
 
-def _band(tokens: Tensor, window: int) -> int:
+def band(tokens: Tensor, window: int) -> int:
     batch, heads, number, width = tokens.shape
     window = min(window, max(0, number - 1))
     return 2 * batch * heads * width * (number * (2 * window + 1) - window * (window + 1))
-
-
-def _token_sdd(given: dict) -> int:
-    query, lists = given["query"], given["list_batch"] * given["list_heads"]
-    return 2 * given["columns"].shape[0] * query.shape[0] * query.shape[1] // lists * query.shape[3]
-
-
-_FORMULAS = {
-    "block_attention_forward": _of_attention(FORWARD),
-    "block_attention_backward": _of_attention(BACKWARD),
-    "block_attention_bias_backward": _of_attention(BIAS_BACKWARD),
-    "layout_attention_forward": _of_structured_attention(FORWARD),
-    "layout_attention_backward": _of_structured_attention(BACKWARD),
-    "layout_attention_bias_backward": _of_structured_attention(BIAS_BACKWARD),
-    "block_attention_distance_backward": _of_distances,
-    "layout_distance_forward": _of_structured_attention(FORWARD),
-    "layout_attention_distance_backward": _of_structured_attention(BIAS_BACKWARD),
-    "window_attention_forward": _of_attention(FORWARD),
-    "window_attention_backward": _of_attention(BACKWARD),
-    "window_numbers_forward": _of_window(FORWARD),
-    "window_numbers_backward": _of_window(BACKWARD),
-    "packed_attention_forward": _of_attention(FORWARD),
-    "packed_attention_backward": _of_attention(BACKWARD),
-    "token_attention_forward": _of_pairs(1, 1),
-    "token_attention_backward": _of_pairs(3, 2),
-    "token_tiles_forward": _of_pairs_in_tiles(FORWARD),
-    "token_tiles_backward": _of_pairs_in_tiles(BACKWARD),
-    "matmul_sdd": _sdd,
-    "matmul_dsd": _dsd,
-    "window_matmul": lambda given: _band(given["a"], given["window"]),
-    "unwindow_matmul": lambda given: _band(given["dense"], given["band"].shape[3] // 2),
-    "token_matmul_sdd": _token_sdd,
-    "token_matmul_dsd": lambda given: 2 * given["values"].numel() * given["dense"].shape[3],
-}

@@ -71,7 +71,8 @@ def check_inputs(**given: torch.Tensor | None) -> None:
         ValueError: another kind of tensor.
         RuntimeError: inside of torch.jit.trace.
     """
-    refuse_jit_trace()
+    if torch.jit.is_tracing():
+        refuse_jit_trace()
     for name, x in given.items():
         if x is None or (type(x) in _ORDINARY and x.layout is _STRIDED and not x.is_nested):
             continue

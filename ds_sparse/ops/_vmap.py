@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
-from ._library import HOPPER_OPERATORS, OPERATORS
-from .attention_operators import LAYOUT_OPERATORS
-from .distance_gradient import DISTANCE_OPERATORS
-from .earlier_operators import EARLIER_OPERATORS
-from .operands import readable
+from ..dispatch import readable
 from .window import band_implementation
-from .window_operators import NUMBERS_OPERATORS
 
 BIASES = frozenset({"rpe", "key_bias", "attn_mask", "key_padding_mask"})
 """Operands with a batch in dimension 0, or 1 for all of it."""
@@ -34,17 +29,9 @@ AS_KERNELS_READ = frozenset({"query", "key", "value", "output", "grad_output"})
 CONTIGUOUS = frozenset({"key_bias", "rows", "grad_lse", "values", "scores", "grad", "probs", "band"})
 
 
-def register_rules() -> None:
-    """Registers the rules of all operators."""
-    for operator in (*OPERATORS, *HOPPER_OPERATORS, *LAYOUT_OPERATORS, *NUMBERS_OPERATORS):
-        torch.library.register_vmap(add_op_namespace_prefix(operator), _rule(operator))
-    for operator in (*DISTANCE_OPERATORS, *EARLIER_OPERATORS):
-        torch.library.register_vmap(add_op_namespace_prefix(operator), _rule_of_distances(operator))
-
-
-def _rule(operator: str) -> Callable:
+def register_rule(operator: str, names: list[str], one_by_one: bool) -> None:
+    """Registers the rule of an operator with arguments of these names; one_by_one: a call for each sample."""
     call = getattr(ops, operator)
-    names = [argument.name for argument in call.default._schema.arguments]
     first = next(name for name in names if name in OPERANDS and not name.startswith("grad"))
 
     def rule(info, in_dims, *args):
@@ -52,6 +39,9 @@ def _rule(operator: str) -> Callable:
         # Lists of numbers have a list.
         dims = {name: dim if isinstance(dim, int) else None for name, dim in zip(names, in_dims, strict=True)}
         number = info.batch_size
+        if one_by_one:  # distances have no batch, and each sample may have its own
+            _refuse_seeds(dims)
+            return _one_by_one(call, given, dims, number)
         rpe, seed = given.get("rpe"), dims.get("dropout_seed")
         by_distance = rpe is not None and rpe.dim() - (dims["rpe"] is not None) == 2
         if by_distance:
@@ -88,21 +78,7 @@ def _rule(operator: str) -> Callable:
             results = results.sum(1, keepdim=True)
         return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
 
-    return rule
-
-
-def _rule_of_distances(operator: str) -> Callable:
-    """A call for each sample: distances have no batch, and each sample may have its own."""
-    call = getattr(ops, operator)
-    names = [argument.name for argument in call.default._schema.arguments]
-
-    def rule(info, in_dims, *args):
-        given = dict(zip(names, args, strict=True))
-        dims = {name: dim if isinstance(dim, int) else None for name, dim in zip(names, in_dims, strict=True)}
-        _refuse_seeds(dims)
-        return _one_by_one(call, given, dims, info.batch_size)
-
-    return rule
+    torch.library.register_vmap(add_op_namespace_prefix(operator), rule)
 
 
 def _refuse_seeds(dims: dict) -> None:

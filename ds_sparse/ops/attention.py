@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import torch
+from torch import Tensor
 
 from ..index import BlockIndex, PackedIndex, as_index
 from ..index.lookup import copy_of, index_of_layout
 from ..index.master_layout import MasterLayout
-from ..index.transforms import refuse_without_values
+from ..index.packed import check_document_layout
 from ..layout import with_heads
 from ..tools.block_sizes import BLOCK_SIZES
 from ..tools.wording import listed
@@ -17,99 +18,74 @@ from .attention_function import attend
 from .call import AttentionCall
 from .operands import check_distance_bias, check_heads, of_flash
 from .packed_attention import goes_by_places, packed_attention
-from .packed_operands import is_packed
+from .packed_operands import is_packed, packed_operands
 from .query_offset import attention_at, parts_at
 
 
-@overload
-def block_sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex | PackedIndex,
-    *,
-    block: int | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    document_layout: str = "own",
-    query_offset: int | torch.Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
-    rpe: torch.Tensor | None = None,
-    distance_bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
+class Options(TypedDict, total=False):
+    """What `block_sparse_attention` takes by name, but for `return_lse`."""
+
+    block: int | None
+    cu_seqlens: Tensor | None
+    document_layout: str
+    query_offset: int | Tensor | None
+    scale: float | None
+    causal: bool
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+    rpe: Tensor | None
+    distance_bias: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+
+
+Layout: TypeAlias = Tensor | BlockIndex | PackedIndex
 
 
 @overload
 def block_sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex | PackedIndex,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
     *,
-    block: int | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    document_layout: str = "own",
-    query_offset: int | torch.Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
-    rpe: torch.Tensor | None = None,
-    distance_bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    return_lse: Literal[False] = ...,
+    **more: Unpack[Options],
+) -> Tensor: ...
 
 
 @overload
 def block_sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex | PackedIndex,
-    *,
-    block: int | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    document_layout: str = "own",
-    query_offset: int | torch.Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
-    rpe: torch.Tensor | None = None,
-    distance_bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, return_lse: Literal[True], **more: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def block_sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, return_lse: bool, **more: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def block_sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex | PackedIndex,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Tensor | BlockIndex | PackedIndex,
     *,
     block: int | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     document_layout: str = "own",
-    query_offset: int | torch.Tensor | None = None,
+    query_offset: int | Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
-    key_padding_mask: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
-    rpe: torch.Tensor | None = None,
-    distance_bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    rpe: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * query @ key^T + rpe + masks) @ value on the live blocks.
 
     Differentiable in query, key, value, rpe, distance_bias and sinks. Memory is linear in tokens: backward recomputes
@@ -192,69 +168,74 @@ def block_sparse_attention(
         ... )
         >>> torch.testing.assert_close(last, output[:, :, -1:])
     """
-    options = scale, causal, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p
+    row = None
     if isinstance(layout, PackedIndex) or is_packed(query, key, value, cu_seqlens, document_layout):
-        if query_offset is not None:
-            raise ValueError(goes_by_places("query_offset"))
-        given = AttentionCall(query, key, value, *options)
-        return packed_attention(given, layout, cu_seqlens, document_layout, block, return_lse)
-    call = AttentionCall.checked(query, key, value, *options)
+        by_place = {"query_offset": query_offset, "rpe": rpe, "distance_bias": distance_bias, "attn_mask": attn_mask}
+        for name, given in (by_place | {"key_padding_mask": key_padding_mask}).items():
+            if given is not None:
+                raise ValueError(goes_by_places(name))
+        check_document_layout(document_layout)
+        row = packed_operands(query, key, value, cu_seqlens)
+        query, key, value = row[:3]
+    call = AttentionCall.checked(
+        query, key, value, scale, causal, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p
+    )
+    if row is not None:
+        return packed_attention(call, row, layout, document_layout, block, return_lse)
     query, key = call.query, call.key
-    if not isinstance(layout, BlockIndex | MasterLayout):
-        refuse_without_values("The layout", with_heads(layout))
-    # Meta tensors take an index with values, which FLOP counters ask for.
-    device = layout.device if query.is_meta else query.device
-    keys, last = key.shape[2], query.shape[2] - 1
+    last = query.shape[2] - 1
     if query_offset is None:
-        index = index_for(layout, block, device, query, key, causal)
+        index = index_for(layout, block, query, key, causal)
         check_heads(index, query, key)
-        check_distance_bias(distance_bias, query, keys, last, rpe)
+        if distance_bias is not None:
+            check_distance_bias(distance_bias, query, key.shape[2], last, rpe)
         output, lse = attend(call, index)
     else:
-        offsets, parts = parts_at(query_offset, layout, block, query, keys)
+        offsets, parts = parts_at(query_offset, layout, block, query, key.shape[2])
         _check_block(parts.block)
         check_heads(parts, query, key)
-        check_distance_bias(distance_bias, query, keys, max(offsets) + last, rpe)
-        output, lse = attention_at(call, offsets, parts, device)
+        check_distance_bias(distance_bias, query, key.shape[2], max(offsets) + last, rpe)
+        output, lse = attention_at(call, offsets, parts, layout.device if query.is_meta else query.device)
     return (output, lse) if return_lse else output
 
 
 def index_for(
-    layout: torch.Tensor | BlockIndex | MasterLayout,
+    layout: Any,
     block: int | None,
-    device: torch.device,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
     causal: bool,
 ) -> BlockIndex | MasterLayout:
-    """The layout's index on the device, without what causality leaves dead, after a check that it fits the lengths. A
-    `MasterLayout` stays one while a graph is traced."""
+    """The index of a layout (or of a `BlockIndex` or `MasterLayout`) on query's device, without what causality leaves
+    dead, after a check that it fits the lengths. A `MasterLayout` stays one while a graph is traced. Meta tensors take
+    an index with values, which FLOP counters ask for."""
     if isinstance(layout, MasterLayout):
         _check_block(layout.block)
+        device = layout.device if query.is_meta else query.device
         return layout if torch.compiler.is_compiling() else layout.index(query.shape[2], device, causal)
     if isinstance(layout, BlockIndex):
         index = as_index(layout, layout.block if block is None else block)
         _fitting_block((index.rows, index.columns), index.block, query, key)
     else:
         _, rows, columns = with_heads(layout).shape
-        index = index_of_layout(layout, _fitting_block((rows, columns), block, query, key), device)
-    index = index.causal() if causal else index
-    return index if index.device == device else copy_of(index, device)
+        index = index_of_layout(layout, _fitting_block((rows, columns), block, query, key), query.device)
+    if causal:
+        index = index.causal()
+    return index if query.is_meta or index.device == query.device else copy_of(index, query.device)
 
 
-def _fitting_block(shape: tuple[int, int], block: int | None, query: torch.Tensor, key: torch.Tensor) -> int:
+def _fitting_block(shape: tuple[int, int], block: int | None, query: Tensor, key: Tensor) -> int:
     """The smallest block with which a layout of the shape just covers the tokens: the only one, but for 1 x 1."""
     if block is not None:
         _check_block(block)
     blocks, tokens, keys = BLOCK_SIZES if block is None else (block,), query.shape[2], key.shape[2]
-    shapes = {b: (-(-tokens // b), -(-keys // b)) for b in blocks}
-    for b, wanted in shapes.items():
-        if wanted == shape:
+    for b in blocks:
+        if (-(-tokens // b), -(-keys // b)) == shape:
             return b
     fits_as_flash = any((-(-query.shape[1] // b), -(-key.shape[1] // b)) == shape for b in blocks)
     raise ValueError(
         f"The layout has {shape[0]} x {shape[1]} blocks; for {tokens} query and {keys} key tokens it has to have "
-        + " or ".join(f"{rows} x {columns} of {b}" for b, (rows, columns) in shapes.items())
+        + " or ".join(f"{-(-tokens // b)} x {-(-keys // b)} of {b}" for b in blocks)
         + "; build it for these lengths, or crop it."
         + of_flash(query, fits_as_flash)
     )

@@ -1,19 +1,84 @@
-"""The kernels of attention on blocks as an autograd function, with what they are given of a call."""
+"""Attention by kernels that save two numbers of each row: their autograd function, and those on blocks, with what they
+are given of a call.
+
+On blocks they take the lists of an index; where a graph is traced, operators take a `MasterLayout` as text and find the
+index when they run: this is what compiled and exported graphs hold, for any length.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch import forced_implementation
+from .._ops import ops
+from ..dispatch import choose, forced_implementation, readable
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
 from ._autograd import Function, differentiable_once
-from .attention_operators import attention_backward, attention_bias_backward, attention_forward
 from .call import AttentionCall
 from .distance_gradient import distance_bias_backward
-from .operands import as_added, distinct_when_traced, dropout_seed, key_bias_of, matrices, readable, wide_dtype
+from .operands import (
+    as_added,
+    call_on,
+    distinct_when_traced,
+    dropout_seed,
+    key_bias_of,
+    lists_of_tiles,
+    matrices,
+    wide_dtype,
+)
 from .sinks import grad_of_sinks, with_sinks
+
+
+def attention_function(
+    operation: str,
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    gradients: Callable[..., tuple[Tensor | None, ...]],
+    read: Callable[[Tensor], Tensor] = readable,
+) -> Any:
+    """Makes the autograd function of an operation: of query, key, value, bias, sinks, key_bias, attn_mask, seed, index
+    and a tuple of numbers it gives output, lse and rows.
+
+    Args:
+        operation: its name in sentences.
+        run: gives output, lse and rows of the index, the operands but for sinks, and the numbers.
+        gradients: gives those of query, key, value and bias, of the index; the gradients of output and lse; query, key,
+            value, output and rows; the other operands; the numbers; which gradients are wanted, and the implementation
+            that was forced.
+        read: makes the output's gradient as kernels read it.
+    """
+
+    class Attention(Function):
+        @staticmethod
+        def forward(query, key, value, bias, sinks, key_bias, attn_mask, seed, index, numbers):
+            output, lse, rows = run(index, query, key, value, bias, key_bias, attn_mask, seed, *numbers)
+            return (output, lse, rows) if sinks is None else with_sinks(output, rows, sinks)
+
+        @staticmethod
+        def setup_context(ctx, inputs, results):
+            *tensors, ctx.index, ctx.numbers = inputs
+            output, _, rows = results
+            ctx.forced = forced_implementation()
+            ctx.mark_non_differentiable(rows)
+            ctx.save_for_backward(output, rows, *tensors)
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        @differentiable_once(operation)
+        def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
+            output, rows, query, key, value, bias, sinks, *masks = ctx.saved_tensors
+            grad_output = torch.zeros_like(output) if grad_output is None else read(grad_output)
+            grad_lse = None if grad_lse is None else grad_lse.contiguous()
+            saved = grad_output, grad_lse, query, key, value, output, rows, bias, *masks
+            grads = gradients(ctx.index, *saved, *ctx.numbers, wanted=ctx.needs_input_grad, forced=ctx.forced)
+            of_sinks = ctx.needs_input_grad[4]
+            grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks) if of_sinks else None
+            return *grads, grad_sinks, None, None, None, None, None
+
+    return Attention
 
 
 def attend(call: AttentionCall, index: BlockIndex | MasterLayout) -> tuple[Tensor, Tensor]:
@@ -22,18 +87,24 @@ def attend(call: AttentionCall, index: BlockIndex | MasterLayout) -> tuple[Tenso
     Returns:
         output (B, H, T, D), and lse (B, H, T).
     """
-    query, key, value = call.query, call.key, call.value
-    head_dim, keys, wide = query.shape[3], key.shape[2], wide_dtype(query.dtype)
+    query, key, value, scale, causal, padding, mask, rpe, by_distance, sinks, dropout_p = call
+    head_dim = query.shape[3]
     if query.numel() == 0:
         return results_of_nothing(call)
-    padding, mask = call.key_padding_mask, call.attn_mask
-    key_bias = None if padding is None else key_bias_of(padding, wide, keys, query.is_cuda)
-    mask = None if mask is None else matrices(mask, query.dtype, keys)
-    seed = dropout_seed(query.device) if call.dropout_p > 0 else None
-    query, key, value = distinct_when_traced(query, key, value)
+    bias = seed = None
+    if padding is not None:
+        padding = key_bias_of(padding, wide_dtype(query.dtype), key.shape[2], query.is_cuda)
+    if mask is not None:
+        mask = matrices(mask, query.dtype, key.shape[2])
+    if rpe is not None or by_distance is not None:
+        bias = _bias(call)
+    if dropout_p > 0:
+        seed = dropout_seed(query.device)
+    if torch.compiler.is_compiling():
+        query, key, value = distinct_when_traced(query, key, value)
     output, lse, _ = _Attention.apply(
-        readable(query), readable(key), readable(value), _bias(call), call.sinks, key_bias, mask, seed, index,
-        call.scale, call.causal, float(call.dropout_p),
+        readable(query), readable(key), readable(value), bias, sinks, padding, mask, seed, index,
+        (scale, causal, float(dropout_p)),
     )  # fmt: skip
     return output[..., :head_dim] if head_dim % 8 else output, lse
 
@@ -45,53 +116,69 @@ def results_of_nothing(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return output, output.to(wide_dtype(output.dtype)).sum(-1)
 
 
-def _bias(call: AttentionCall) -> Tensor | None:
+def _bias(call: AttentionCall) -> Tensor:
     """rpe as kernels take it: of pairs of tokens, (B or 1, H or 1, T, S), or by distance, (H or 1, 2M - 1)."""
     rpe, by_distance, dtype = call.rpe, call.distance_bias, call.query.dtype
     wide, tokens, keys = wide_dtype(dtype), call.query.shape[2], call.key.shape[2]
     if by_distance is not None:
         return by_distance if by_distance.dtype in (dtype, wide) else as_added(by_distance, wide)
-    if rpe is None:
-        return None
+    assert rpe is not None, "or there would be no bias"
     if rpe.shape[-2] != tokens or rpe.shape[-1] != keys:
         # PyTorch sums its gradient over what is repeated, in the dtype that it is given in here.
         rpe = rpe.to(torch.promote_types(rpe.dtype, wide))
     return matrices(rpe, dtype, keys).expand(-1, -1, tokens, -1)
 
 
-class _Attention(Function):
-    @staticmethod
-    def forward(query, key, value, bias, sinks, key_bias, attn_mask, seed, index, scale, causal, dropout_p):
-        output, lse, rows = attention_forward(
-            index, query, key, value, bias, key_bias, attn_mask, seed, scale, causal, dropout_p
-        )
-        return (output, lse, rows) if sinks is None else with_sinks(output, rows, sinks)
+def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[Tensor, Tensor, Tensor]:
+    """output, lse and the saved statistics of rows: `block_attention_forward` without the arguments of the index."""
+    if isinstance(index, MasterLayout):
+        return ops.layout_attention_forward(*call, index.text)
+    *tensors, scale, causal, dropout_p = call
+    chosen = choose("block_sparse_attention", call_on(index, call[0]))
+    tile = chosen.tile(index.block)
+    rows = index.tiles("rows", tile)
+    return ops.block_attention_forward(
+        *tensors, rows.lines, rows.entries, rows.units, rows.cuts, index.layout_heads, index.block, tile, scale, causal,
+        dropout_p, chosen.name,
+    )  # fmt: skip
 
-    @staticmethod
-    def setup_context(ctx, inputs, results):
-        *tensors, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
-        output, _, rows = results
-        ctx.forced = forced_implementation()
-        ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(output, rows, *tensors)
-        ctx.set_materialize_grads(False)
 
-    @staticmethod
-    @differentiable_once("block_sparse_attention")
-    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
-        output, rows, query, key, value, bias, sinks, key_bias, attn_mask, seed = ctx.saved_tensors
-        grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        saved = (grad_output, grad_lse, query, key, value, output, rows, bias, key_bias, attn_mask, seed)
-        numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
-        grads: tuple[Tensor | None, ...] = (None, None, None)
-        grad_bias = grad_sinks = None
-        if any(ctx.needs_input_grad[:3]):
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            grads = attention_backward(ctx.index, *saved, *numbers, deterministic, forced=ctx.forced)
-        if ctx.needs_input_grad[3]:
-            bias_backward = distance_bias_backward if bias.dim() == 2 else attention_bias_backward
-            grad_bias = bias_backward(ctx.index, *saved, *numbers).to(bias.dtype)
-        if ctx.needs_input_grad[4]:
-            grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks)
-        return *grads, grad_bias, grad_sinks, *(None,) * 7
+def attention_backward(
+    index: BlockIndex | MasterLayout, *call, forced: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, by `block_attention_backward`. forced: as of `dispatch.choose`."""
+    if isinstance(index, MasterLayout):
+        return ops.layout_attention_backward(*call, index.text)
+    *tensors, scale, causal, dropout_p, deterministic = call
+    chosen = choose("block_sparse_attention", call_on(index, tensors[2]), forced)
+    tile = chosen.tile(index.block)
+    return ops.block_attention_backward(
+        *tensors, *lists_of_tiles(index.tiles("rows", tile)), *lists_of_tiles(index.tiles("columns", tile)),
+        index.layout_heads, index.block, tile, scale, causal, dropout_p, deterministic, chosen.name,
+    )  # fmt: skip
+
+
+def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
+    """The gradient of rpe, by `block_attention_bias_backward`."""
+    if isinstance(index, MasterLayout):
+        return ops.layout_attention_bias_backward(*call, index.text)
+    *tensors, scale, causal, dropout_p = call
+    tile = choose("gradient of rpe", call_on(index, tensors[2])).tile(index.block)
+    return ops.block_attention_bias_backward(
+        *tensors, *lists_of_tiles(index.tiles("rows", tile)), index.layout_heads, index.block, tile, scale, causal,
+        dropout_p, tensors[7].shape,
+    )  # fmt: skip
+
+
+def _gradients(index: BlockIndex | MasterLayout, *call, wanted: tuple[bool, ...], forced: str | None):
+    grads: tuple[Tensor | None, ...] = (None, None, None)
+    grad_bias, bias = None, call[7]
+    if any(wanted[:3]):
+        grads = attention_backward(index, *call, torch.are_deterministic_algorithms_enabled(), forced=forced)
+    if wanted[3]:
+        bias_backward = distance_bias_backward if bias.dim() == 2 else attention_bias_backward
+        grad_bias = bias_backward(index, *call).to(bias.dtype)
+    return *grads, grad_bias
+
+
+_Attention = attention_function("block_sparse_attention", attention_forward, _gradients)

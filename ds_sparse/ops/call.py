@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ._autograd import differentiable_once_in
-from ._library import check_inputs, require_kernel, under_autocast
-from .operands import check_attention_operands, check_bias, check_dropout, factor_of, wide_dtype
+from ._library import check_inputs, check_scale, require_kernel, under_autocast
+from .operands import check_attention_operands, check_bias, check_dropout, wide_dtype
 from .sinks import check_sinks
 
 
@@ -55,10 +55,9 @@ class AttentionCall(NamedTuple):
         check_inputs(query=query, key=key, value=value)
         query, key, value = under_autocast(query, key, value)
         check_attention_operands(query, key, value)
-        scale = factor_of(scale, query.shape[3])
+        scale = query.shape[3] ** -0.5 if scale is None else check_scale(scale)
         check_dropout("dropout_p", dropout_p)
-        added = (key_padding_mask, attn_mask, rpe, distance_bias, sinks)
-        if any(x is not None for x in added):
+        if not key_padding_mask is attn_mask is rpe is distance_bias is sinks is None:
             check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask, sinks=sinks)
             check_inputs(distance_bias=distance_bias)
             keys = key.shape[2]
@@ -67,8 +66,9 @@ class AttentionCall(NamedTuple):
             check_bias("attn_mask", attn_mask, query, pairs, (2, 4))
             check_bias("key_padding_mask", key_padding_mask, query, (query.shape[0], keys), (2,))
             check_sinks(sinks, query)
-        require_kernel(operator, query.device)
-        return cls(query, key, value, scale, causal, *added, dropout_p)
+        if not query.is_cpu:
+            require_kernel(operator, query.device)
+        return cls(query, key, value, scale, causal, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p)
 
     @property
     def device(self) -> torch.device:

@@ -8,21 +8,19 @@ blocks queries are in the opposite order, so that a distance lies on an antidiag
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
 from ..dispatch import Call, choose
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
 from .live_dropout import STEPS, kept_on_blocks, threshold_of
 from .matmul import allow_tf32
 from .operands import as_added, raised, wide_dtype
-
-DISTANCE_OPERATORS = ("block_attention_distance_backward", "layout_attention_distance_backward")
 
 SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}
 """Scores that are held at a time: some tens of MB, on a GPU some hundreds. Not fewer than those of one block row."""
@@ -71,38 +69,6 @@ def distance_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
     return ops.block_attention_distance_backward(
         *call, index.row_offsets, index.row_columns, lengths, index.layout_heads, index.block
     )
-
-
-_SAVED = (
-    "Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor rows, "
-    "Tensor distances, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, float scale, bool causal, "
-    "float dropout_p"
-)
-_operators = torch.library.Library(ops.name, "FRAGMENT")
-_operators.define(
-    f"block_attention_distance_backward({_SAVED}, Tensor row_offsets, Tensor row_columns, int[] row_lengths, "
-    "int layout_heads, int block) -> Tensor"
-)
-_operators.define(f"layout_attention_distance_backward({_SAVED}, str layout) -> Tensor")
-
-
-@torch.library.impl(_operators, "layout_attention_distance_backward", "CompositeExplicitAutograd")
-def _(*call):
-    *given, text = call
-    query, causal = given[2], given[-2]
-    return distance_bias_backward(MasterLayout.read(text).index(query.shape[2], query.device, causal), *given)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("block_attention_distance_backward"))
-@torch.library.register_fake(add_op_namespace_prefix("layout_attention_distance_backward"))
-def _(grad_output, grad_lse, query, key, value, output, rows, distances, *_):
-    return distances.new_empty(distances.shape, dtype=wide_dtype(query.dtype))
-
-
-@torch.library.impl(_operators, "block_attention_distance_backward", "CompositeExplicitAutograd")
-def _(*call):
-    given: Any = (*call[:-5], Blocks(*call[-5:]))
-    return distance_bias_gradient(*given)
 
 
 def distance_bias_gradient(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..dispatch import IMPLEMENTATIONS, Call, choose, reasons
+from ..dispatch import IMPLEMENTATIONS, Call, choose, is_readable, reasons
 from ..index import BlockIndex, TokenIndex, WindowIndex
-from ..index.master_layout import MasterLayout
 from ._library import check_inputs, under_autocast
 from .attention import index_for
-from .operands import call_on, check_attention_operands, check_distance_bias, check_heads, is_readable
+from .operands import call_on, check_attention_operands, check_distance_bias, check_heads
 from .token import call_on_pairs, check_operands, fitting
 from .window_attention import fitting_window
 
@@ -99,7 +99,11 @@ def explain(
         operation, described, call = "sparse_attn", repr(layout), call_on_pairs(layout, query, value)
     else:
         check_attention_operands(query, key, value)
-        index = _blocks_of(layout, block, query, key, causal)
+        index: Any = (
+            fitting_window(layout, query).blocks
+            if isinstance(layout, WindowIndex)
+            else index_for(layout, block, query, key, causal)
+        )
         check_heads(index, query, key)
         check_distance_bias(distance_bias, query, key.shape[2], query.shape[2] - 1, rpe)
         described = repr(layout if isinstance(layout, WindowIndex) else index)
@@ -116,20 +120,6 @@ def explain(
     text = "\n".join(lines)
     print(text)
     return Explanation(operation, chosen, why, notes, text)
-
-
-def _blocks_of(
-    layout: torch.Tensor | BlockIndex | WindowIndex | MasterLayout,
-    block: int | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    causal: bool,
-) -> BlockIndex:
-    if isinstance(layout, WindowIndex):
-        return fitting_window(layout, query).blocks
-    device = layout.device if query.is_meta else query.device
-    index = index_for(layout, block, device, query, key, causal)
-    return index.index(query.shape[2], device, causal) if isinstance(index, MasterLayout) else index
 
 
 def _notes(

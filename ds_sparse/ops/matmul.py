@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
 from ..dispatch import Implementation, choose, forced_implementation
 from ..index import BlockIndex, as_index
 from ._autograd import Function, differentiable_once
@@ -324,25 +324,3 @@ class _DSD(Function):
             if ctx.transpose_result:
                 grad_dense = grad_dense.transpose(-1, -2)
         return grad_values, grad_dense, None, None, None
-
-
-@torch.library.register_fake(add_op_namespace_prefix("transpose"))
-def _(x):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("matmul_sdd"))
-def _(
-    a, b, row_offsets, columns, tile_lines, tile_entries, tile_units, tile_slots, layout_heads, block, allow_tf32,
-    implementation,
-):  # fmt: skip
-    return a.new_empty(a.shape[0], columns.shape[0] * a.shape[1] // layout_heads, block, block)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("matmul_dsd"))
-def _(
-    values, dense, offsets, indices, slots, tile_lines, tile_entries, tile_units, tile_cuts, tile_slots,
-    layout_heads, block, transpose_result, allow_tf32, implementation,
-):  # fmt: skip
-    rows, width = (offsets.shape[0] - 1) // layout_heads * block, dense.shape[3]
-    return dense.new_empty(*dense.shape[:2], *((width, rows) if transpose_result else (rows, width)))

@@ -9,12 +9,12 @@ from contextvars import ContextVar
 import torch
 from torch.nn.functional import pad
 
-from ..dispatch import Call, dtypes_on, is_aligned, largest_head_dim
+from ..dispatch import Call, dtypes_on, largest_head_dim
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts
 from ..index.tiles import Tiles
-from ._library import DTYPES, check_alike, check_scale
+from ._library import DTYPES, check_alike, check_dtype, check_scale
 
 # Finite biases below count as this, and so do sums of them: times log2(e) they must not reach -inf, which masks.
 LOWEST_BIAS = -1e30
@@ -36,6 +36,7 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
         hint = of_flash(query, heads < key_heads > query.shape[2] >= key.shape[2])  # a few queries of many keys
         raise ValueError(f"query has {heads} heads and key {key_heads}; they have to be a multiple of key's.{hint}")
     largest = largest_head_dim("block_sparse_attention", query.device)
+    dtypes = dtypes_on("block_sparse_attention", query.device)
     if query.shape[3] < 1 or (largest is not None and query.shape[3] > largest):
         raise ValueError(
             f"Head size is {query.shape[3]}; it has to be from 1 to {largest}. MatMul and Softmax, of which "
@@ -43,8 +44,10 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
         )
     if 0 in (query.shape[2], key.shape[2]):
         raise ValueError(f"Shapes are {_shapes(query, key, value)}; there has to be at least one token.")
-    check_alike(query=query, key=key, value=value)
-    if query.dtype not in dtypes_on("block_sparse_attention", query.device):
+    if not (query.dtype == key.dtype == value.dtype and query.device == key.device == value.device):
+        check_alike(query=query, key=key, value=value)
+    if query.dtype not in dtypes:
+        check_dtype(query)
         raise ValueError(
             "Tensors are float64 on CUDA, where this operation takes float16, bfloat16 and float32; use MatMul and "
             "Softmax, which take float64, or the CPU."
@@ -93,7 +96,7 @@ def broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
 def check_heads(index: BlockIndex | MasterLayout | Parts, query: torch.Tensor, key: torch.Tensor) -> None:
     """Raises ValueError unless the layout is for query's heads."""
     heads, given = query.shape[1], index.num_heads
-    if not broadcasts((given,), (heads,)):
+    if given != 1 and given != heads:
         of_keys = f", such as layout.repeat_interleave({heads // given}, 0)" if key.shape[1] == given else ""
         raise ValueError(
             f"query has {heads} heads and the layout {given}; give the layout as many heads{of_keys}, or one."
@@ -262,19 +265,6 @@ def empty_as(x: torch.Tensor) -> torch.Tensor:
 
 def lists_of_tiles(tiles: Tiles) -> tuple[torch.Tensor, ...]:
     return tiles.lines, tiles.entries, tiles.units, tiles.cuts
-
-
-def readable(x: torch.Tensor) -> torch.Tensor:
-    """x (B, H, T, D), or a copy with D padded to a multiple of 8 by zeros and laid out as kernels read it."""
-    if x.shape[-1] % 8:
-        x = pad(x, (0, -x.shape[-1] % 8))
-    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def is_readable(x: torch.Tensor) -> bool:
-    """Whether attention's kernels read x, (B, H, T, D), in place."""
-    *strides, last = x.stride()
-    return last == 1 and x.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in strides) and is_aligned(x)
 
 
 def call_on(index: BlockIndex, dense: torch.Tensor, *others: torch.Tensor) -> Call:

@@ -10,51 +10,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
+from ..dispatch import choose, readable
 from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..index.block import SIDES
 from ..index.lookup import packed_index_of, row_index_of
-from ..index.packed import check_document_layout
 from ._autograd import Function, differentiable_once
-from .attention_function import attend
-from .attention_operators import implementation_for
+from .attention_function import attend, attention_function
 from .call import AttentionCall
-from .operands import check_heads, distinct_when_traced, empty_as, lists_of_tiles, readable, wide_dtype
-from .packed_operands import check_row, check_tokens, known_twice, packed_operands
+from .operands import call_on, check_heads, distinct_when_traced, lists_of_tiles
+from .packed_operands import Packed, check_row, check_tokens, known_twice
 from .window_attention import attend_in_window, fitting_window
 
 
 def packed_attention(
     call: AttentionCall,
+    row: Packed,
     layout: Tensor | BlockIndex | PackedIndex,
-    cu_seqlens: Tensor | None,
     document_layout: str,
     block: int | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`block_sparse_attention` of packed documents, of a call that is not checked.
+    """`block_sparse_attention` of packed documents, of a checked call of a row.
 
     Raises:
         TypeError, ValueError: what does not fit, in a sentence.
     """
-    for name in ("rpe", "distance_bias", "attn_mask", "key_padding_mask"):
-        if getattr(call, name) is not None:
-            raise ValueError(goes_by_places(name))
-    check_document_layout(document_layout)
-    given = cu_seqlens
-    query, key, value, cu_seqlens, as_given = packed_operands(call.query, call.key, call.value, cu_seqlens)
-    call = AttentionCall.checked(query, key, value, *call[3:])
-    query, key, value, causal = call.query, call.key, call.value, call.causal
+    query, key, value, causal, as_given = call.query, call.key, call.value, call.causal, row.as_given
     check_row(query, key, value)
     if document_layout == "row":
         if return_lse or call.dropout_p:
             raise ValueError(
                 "return_lse and dropout_p are for document_layout='own'; leave them out with document_layout='row'."
             )
-        of_row = _row_index(layout, cu_seqlens, block, query, causal)
+        of_row = _row_index(layout, row.cu_seqlens, block, query, causal)
         check_heads(of_row.blocks, query, key)
         return as_given(attend_in_window(call, fitting_window(of_row, query)))
-    index = _own_index(layout, cu_seqlens, block, query, is_nested=cu_seqlens is not given)
+    index = _own_index(layout, row, block, query)
     check_heads(index.blocks, query, key)
     exists = index.exists[0]
     back = index.aligned, index.tokens_of, None, exists
@@ -77,20 +69,14 @@ def goes_by_places(name: str) -> str:
     )
 
 
-def _own_index(
-    layout: Tensor | BlockIndex | PackedIndex,
-    cu_seqlens: Tensor | None,
-    block: int | None,
-    query: Tensor,
-    is_nested: bool,
-) -> PackedIndex:
+def _own_index(layout: Tensor | BlockIndex | PackedIndex, row: Packed, block: int | None, query: Tensor) -> PackedIndex:
     """The index that is given, or that of the layout and the documents, after a check that it fits the query."""
     if not isinstance(layout, PackedIndex):
-        assert cu_seqlens is not None, "or the row would not be packed"
-        layout = packed_index_of(layout, cu_seqlens, block, query.device)
-    elif is_nested:
+        assert row.cu_seqlens is not None, "or the row would not be packed"
+        layout = packed_index_of(layout, row.cu_seqlens, block, query.device)
+    elif row.is_nested:
         raise ValueError(known_twice("A PackedIndex"))
-    elif cu_seqlens is not None:
+    elif row.cu_seqlens is not None:
         raise ValueError("A PackedIndex is given, and cu_seqlens besides; it was built with them, so leave them out.")
     elif block not in (None, layout.block):
         raise ValueError(f"A PackedIndex of blocks of {layout.block} is given, and block={block}; leave block out.")
@@ -152,7 +138,9 @@ LEAST_SCALE = 1e-6
 
 def is_read_in_place(index: PackedIndex, query: Tensor, scale: float, dropout_p: float) -> bool:
     """True where a kernel reads these documents, (1, H, T, D), where they lie."""
-    return scale > LEAST_SCALE and dropout_p == 0 and implementation_for(index.blocks, query).name == "hopper"
+    if scale <= LEAST_SCALE or dropout_p > 0:
+        return False
+    return choose("block_sparse_attention", call_on(index.blocks, query)).name == "hopper"
 
 
 def attention_in_place(
@@ -160,58 +148,31 @@ def attention_in_place(
 ) -> tuple[Tensor, Tensor]:
     """Output (1, H, T, D), and lse (1, H, N * block) by aligned numbers, as of `block_sparse_attention`."""
     depth = query.shape[-1]
-    output, lse, _ = _PackedAttention.apply(readable(query), readable(key), readable(value), index, scale, causal)
+    output, lse, _ = _PackedAttention.apply(
+        readable(query), readable(key), readable(value), *[None] * 5, index, (scale, causal)
+    )
     return output[..., :depth] if depth % 8 else output, lse
 
 
-class _PackedAttention(Function):
-    @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, index: PackedIndex, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = index.causal_blocks(causal)
-        tile = implementation_for(blocks, query).tile(blocks.block)
-        return ops.packed_attention_forward(
-            query, key, value, index.spans, index.tile_spans("rows", tile, causal),
-            *lists_of_tiles(blocks.tiles("rows", tile)), blocks.layout_heads, blocks.block, scale, causal,
-        )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx, inputs, results):
-        query, key, value, ctx.index, ctx.scale, ctx.causal = inputs
-        output, _, rows = results
-        ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(query, key, value, output, rows)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @differentiable_once("block_sparse_attention")
-    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
-        query, key, value, output, rows = ctx.saved_tensors
-        index, blocks = ctx.index, ctx.index.causal_blocks(ctx.causal)
-        grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
-        tile = implementation_for(blocks, query, "hopper").tile(blocks.block)
-        grads = ops.packed_attention_backward(
-            grad_output, None if grad_lse is None else grad_lse.contiguous(), query, key, value, output, rows,
-            index.spans, *(index.tile_spans(side, tile, ctx.causal) for side in SIDES),
-            *(x for side in SIDES for x in lists_of_tiles(blocks.tiles(side, tile))),
-            blocks.layout_heads, blocks.block, ctx.scale, ctx.causal, torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        return *grads, None, None, None
+def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, causal):
+    blocks = index.causal_blocks(causal)
+    tile = choose("block_sparse_attention", call_on(blocks, query)).tile(blocks.block)
+    return ops.packed_attention_forward(
+        query, key, value, index.spans, index.tile_spans("rows", tile, causal),
+        *lists_of_tiles(blocks.tiles("rows", tile)), blocks.layout_heads, blocks.block, scale, causal,
+    )  # fmt: skip
 
 
-@torch.library.register_fake(add_op_namespace_prefix("packed_attention_forward"))
-def _(
-    query, key, value, spans, row_spans, row_lines, row_entries, row_units, row_cuts, layout_heads, block, scale, causal
-):  # fmt: skip
-    shape, wide = (1, query.shape[1], spans.shape[0] * block), wide_dtype(query.dtype)
-    return empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
+def _gradients(index, *call, wanted, forced):
+    *saved, _, _, _, _, scale, causal = call
+    blocks = index.causal_blocks(causal)
+    tile = choose("block_sparse_attention", call_on(blocks, saved[2]), "hopper").tile(blocks.block)
+    grads = ops.packed_attention_backward(
+        *saved, index.spans, *(index.tile_spans(side, tile, causal) for side in SIDES),
+        *(x for side in SIDES for x in lists_of_tiles(blocks.tiles(side, tile))),
+        blocks.layout_heads, blocks.block, scale, causal, torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return *grads, None
 
 
-@torch.library.register_fake(add_op_namespace_prefix("packed_attention_backward"))
-def _(
-    grad_output, grad_lse, query, key, value, output, rows, spans, row_spans, column_spans, row_lines, row_entries,
-    row_units, row_cuts, column_lines, column_entries, column_units, column_cuts, layout_heads, block, scale, causal,
-    deterministic,
-):  # fmt: skip
-    return empty_as(query), empty_as(key), empty_as(value)
+_PackedAttention = attention_function("block_sparse_attention", _run, _gradients)

@@ -22,6 +22,7 @@ class Packed(NamedTuple):
     value: torch.Tensor
     cu_seqlens: torch.Tensor | None
     as_given: Callable[[torch.Tensor], torch.Tensor]
+    is_nested: bool = False
 
 
 def is_packed(
@@ -36,15 +37,16 @@ def is_packed(
     Raises:
         ValueError: it is not, and has a `document_layout`.
     """
-    if cu_seqlens is not None or any(getattr(x, "is_nested", False) for x in (query, key, value)):
-        return True
-    if document_layout != "own":
+    for x in (query, key, value):
+        if getattr(x, "is_nested", False):
+            return True
+    if cu_seqlens is None and document_layout != "own":
         check_document_layout(document_layout)
         raise ValueError(
             f"document_layout is {document_layout!r}, and there are no packed documents; give cu_seqlens, or leave it "
             "out."
         )
-    return False
+    return cu_seqlens is not None
 
 
 def is_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, has_documents: bool) -> bool:
@@ -149,7 +151,7 @@ def _from_nested(those: dict[str, Any], cu_seqlens: torch.Tensor | None, all_are
         return torch.nested.nested_tensor_from_jagged(x[0], offsets, jagged_dim=2)
 
     query, key, value = (x.values().unsqueeze(0) for x in those.values())
-    return Packed(query, key, value, offsets, as_given)
+    return Packed(query, key, value, offsets, as_given, True)
 
 
 def _shapes(those: dict[str, torch.Tensor]) -> str:

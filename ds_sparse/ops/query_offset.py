@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
 from ..index.transforms import refuse_without_values
+from ..layout import with_heads
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, results_of_nothing
 from .call import AttentionCall
@@ -33,9 +35,7 @@ FEW_QUERIES = 16
 Offset = int | Tensor
 
 
-def parts_at(
-    offset: Offset, layout: Tensor | BlockIndex | MasterLayout, block: int | None, query: Tensor, keys: int
-) -> tuple[tuple[int, ...], Parts]:
+def parts_at(offset: Offset, layout: Any, block: int | None, query: Tensor, keys: int) -> tuple[tuple[int, ...], Parts]:
     """The position of each sequence's first query, once where they are equal, and the layout, after a check that it
     covers them and the keys.
 
@@ -46,7 +46,8 @@ def parts_at(
     """
     refuse_traced("query_offset cannot be read", "call outside of what is compiled.")
     offsets = _offsets(offset, len(query))
-    if isinstance(layout, Tensor):
+    if not isinstance(layout, BlockIndex | MasterLayout):
+        with_heads(layout)
         if block is None:
             raise ValueError(
                 "query_offset is given and block is not; the layout may be larger than the tokens, so give its block."

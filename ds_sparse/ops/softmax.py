@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
 from ..index import BlockIndex, as_index
 from ..index.transforms import while_traced
 from ._autograd import Function, differentiable_once
@@ -239,20 +239,3 @@ def _bias_gradient(grad_sum: torch.Tensor, index: BlockIndex, heads: int, shape:
         grad_sum, index.row_offsets, index.row_columns, index.layout_heads, heads, index.block, full
     )
     return bias.to(grad_sum.dtype).reshape(shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("softmax_forward"))
-def _(
-    scores, rpe, key_padding_mask, attn_mask, row_offsets, columns, strips, most, layout_heads, block, scale, causal
-):  # fmt: skip
-    return torch.empty_like(scores)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("softmax_backward"))
-def _(grad, probs, row_offsets, columns, strips, most, layout_heads, block, scale):
-    return torch.empty_like(probs)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("softmax_bias_backward"))
-def _(values, row_offsets, columns, layout_heads, heads, block, shape):
-    return values.new_empty(shape, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias, overload
+from typing import Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import Call, choose, largest_head_dim
+from .._ops import ops
+from ..dispatch import Call, choose, largest_head_dim, readable
 from ..index import TokenIndex
 from ..index.lookup import index_of_lists, packed_pairs_of
 from ..index.packed import check_document_layout
 from ..index.token_forms import Nested, lists_of, tensors_in
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast
-from .operands import broadcasts, factor_of, of_flash, wide_dtype
+from .attention_function import attention_function
+from .operands import broadcasts, factor_of, lists_of_tiles, of_flash
 from .packed_operands import check_row, check_tokens, is_packed, packed_operands
-from .token_tiles import tiled_attention
 
 Lists: TypeAlias = Tensor | Sequence | TokenIndex
 NAMES = ("q", "k", "v")
@@ -108,49 +108,35 @@ def sparse_matmul_vo(q: Tensor, k: Tensor, values: Lists, offsets: Tensor | Sequ
     return _padded(_scores(q, k, index), values, -1, q.shape[:-2])
 
 
-@overload
-def sparse_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    values: Lists,
-    offsets: Tensor | Sequence | None = None,
-    scale: float | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    document_layout: str = "own",
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
+class Documents(TypedDict, total=False):
+    """What says where packed documents are."""
+
+    cu_seqlens: Tensor | None
+    document_layout: str
+
+
+_Offsets: TypeAlias = Tensor | Sequence | None
 
 
 @overload
 def sparse_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    values: Lists,
-    offsets: Tensor | Sequence | None = None,
-    scale: float | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    document_layout: str = "own",
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, values: Lists, offsets: _Offsets = ..., scale: float | None = ..., *,
+    return_lse: Literal[False] = ..., **more: Unpack[Documents],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def sparse_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    values: Lists,
-    offsets: Tensor | Sequence | None = None,
-    scale: float | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    document_layout: str = "own",
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, values: Lists, offsets: _Offsets = ..., scale: float | None = ..., *,
+    return_lse: Literal[True], **more: Unpack[Documents],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def sparse_attn(
+    q: Tensor, k: Tensor, v: Tensor, values: Lists, offsets: _Offsets = ..., scale: float | None = ..., *,
+    return_lse: bool, **more: Unpack[Documents],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def sparse_attn(
@@ -234,12 +220,12 @@ def sparse_attn(
     """
     q, k, v, index, scale, as_given = pairs_call(q, k, v, values, offsets, scale, cu_seqlens, document_layout)
     _check_native("token_attention_forward", q, v)
-    q_in_4d, k_in_4d, v_in_4d = (as_4d(x) for x in (q, k, v))
-    chosen = choose("sparse_attn", call_on_pairs(index, q, v))
-    if chosen.tiles is not None and index.tiles is not None:
-        output, lse = tiled_attention(q_in_4d, k_in_4d, v_in_4d, index.tiles, scale)
+    operands, depth = [as_4d(x) for x in (q, k, v)], v.shape[-1]
+    if choose("sparse_attn", call_on_pairs(index, q, v)).tiles is None:
+        output, lse, _ = _Attention.apply(*operands, *[None] * 5, index, (scale,))
     else:
-        output, lse, _ = _Attention.apply(q_in_4d, k_in_4d, v_in_4d, index, scale)
+        output, lse, _ = _TiledAttention.apply(*map(readable, operands), *[None] * 5, index.tiles, (scale,))
+        output = output[..., :depth] if depth % 8 else output
     if q.dim() != 4:
         lead = q.shape[:-2]
         output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
@@ -281,7 +267,7 @@ def pairs_call(
     as_given: Callable[[Tensor], Tensor] = _unchanged
     if is_packed(q, k, v, cu_seqlens, document_layout):
         check_document_layout(document_layout)
-        q, k, v, cu_seqlens, as_given = packed_operands(q, k, v, cu_seqlens, NAMES)
+        q, k, v, cu_seqlens, as_given, _ = packed_operands(q, k, v, cu_seqlens, NAMES)
         assert cu_seqlens is not None, "or the operands would not be packed"
         check_row(q, k, v, NAMES)
         values = packed_pairs_of(_index_of_one(values, offsets, q, k, document_layout), cu_seqlens, document_layout)
@@ -449,57 +435,30 @@ class _Matmul(Function):
         return grad_q, grad_k, None
 
 
-class _Attention(Function):
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.token_attention_forward(q, k, v, index.row_offsets, index.columns, index.batch, index.heads, scale)
-
-    @staticmethod
-    def setup_context(ctx, inputs, results):
-        q, k, v, ctx.index, ctx.scale = inputs
-        output, _, rows = results
-        ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(q, k, v, output, rows)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @differentiable_once("sparse_attn")
-    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
-        q, k, v, output, rows = ctx.saved_tensors
-        index = ctx.index
-        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        grads = ops.token_attention_backward(
-            grad_output, grad_lse, q, k, v, output, rows, index.row_offsets, index.columns, *index.by_key,
-            index.batch, index.heads, ctx.scale,
-        )  # fmt: skip
-        return *grads, None, None
+def _run(index, q, k, v, bias, key_bias, attn_mask, seed, scale):
+    return ops.token_attention_forward(q, k, v, index.row_offsets, index.columns, index.batch, index.heads, scale)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("token_matmul_sdd"))
-def _(query, key, row_offsets, columns, list_batch, list_heads):
-    return query.new_empty(query.shape[0] * query.shape[1] // (list_batch * list_heads), columns.shape[0])
-
-
-@torch.library.register_fake(add_op_namespace_prefix("token_matmul_dsd"))
-def _(values, dense, offsets, indices, slots, list_batch, list_heads):
-    lines = (offsets.shape[0] - 1) // (list_batch * list_heads)
-    return dense.new_empty(dense.shape[0], dense.shape[1], lines, dense.shape[3])
-
-
-@torch.library.register_fake(add_op_namespace_prefix("token_attention_forward"))
-def _(query, key, value, row_offsets, columns, list_batch, list_heads, scale):
-    shape, wide = query.shape[:3], wide_dtype(query.dtype)
-    return (
-        query.new_empty(*shape, value.shape[3]),
-        query.new_empty(shape, dtype=wide),
-        query.new_empty((*shape, 2), dtype=wide),
+def _gradients(index, *call, wanted, forced):
+    *saved, _, _, _, _, scale = call
+    grads = ops.token_attention_backward(
+        *saved, index.row_offsets, index.columns, *index.by_key, index.batch, index.heads, scale
     )
+    return *grads, None
 
 
-@torch.library.register_fake(add_op_namespace_prefix("token_attention_backward"))
-def _(
-    grad_output, grad_lse, query, key, value, output, rows, row_offsets, columns, column_offsets, column_rows, slots,
-    list_batch, list_heads, scale,
-):  # fmt: skip
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _run_tiles(tiles, q, k, v, bias, key_bias, attn_mask, seed, scale):
+    return ops.token_tiles_forward(q, k, v, *lists_of_tiles(tiles.rows), tiles.row_pairs, tiles.layout_heads, scale)
+
+
+def _gradients_of_tiles(tiles, *call, wanted, forced):
+    *saved, _, _, _, _, scale = call
+    grads = ops.token_tiles_backward(
+        *saved, *lists_of_tiles(tiles.rows), tiles.row_pairs, *lists_of_tiles(tiles.columns), tiles.column_pairs,
+        tiles.layout_heads, scale, torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return *grads, None
+
+
+_Attention = attention_function("sparse_attn", _run, _gradients, lambda grad: grad)
+_TiledAttention = attention_function("sparse_attn", _run_tiles, _gradients_of_tiles)

@@ -68,7 +68,7 @@ def masked_attention(
         )
     check_inputs(mask=mask)
     if is_packed(q, k, v, cu_seqlens, document_layout):
-        q, k, v, documents, as_given = packed_operands(q, k, v, cu_seqlens, NAMES)
+        q, k, v, documents, as_given, _ = packed_operands(q, k, v, cu_seqlens, NAMES)
         check_row(q, k, v, NAMES)
         assert documents is not None, "or the operands would not be packed"
         mask = mask_of_documents(mask, documents, document_layout, q.shape[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
 from ..dispatch import Call, choose, dtypes_on, forced_implementation
 from ..index.window_sizes import Numbers, of_heads
 from ..tools.memory import refuse_too_large
@@ -295,23 +295,3 @@ class _WindowSoftmax(Function):
         (probs,) = ctx.saved_tensors
         grad = ops.window_softmax_backward(grad.contiguous(), probs, ctx.scale)
         return grad, None, None, None, None
-
-
-@torch.library.register_fake(add_op_namespace_prefix("window_matmul"))
-def _(a, b, window, implementation):
-    return a.new_empty(*a.shape[:3], 2 * window + 1)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("unwindow_matmul"))
-def _(band, dense, transposed):
-    return dense.new_empty(dense.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("window_softmax_forward"))
-def _(band, key_bias, windows, scale, causal):
-    return band.new_empty(band.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("window_softmax_backward"))
-def _(grad, probs, scale):
-    return grad.new_empty(grad.shape)

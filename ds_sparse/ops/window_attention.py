@@ -1,4 +1,8 @@
-"""Attention of each token to those around it in one operation: neither the band nor its probabilities are stored."""
+"""Attention of each token to those around it in one operation: neither the band nor its probabilities are stored.
+
+Kernels take the lists of an index; where a graph is traced, operators take the numbers of a window and find the index
+when they run: this is what compiled and exported graphs hold, for any length.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,18 @@ from collections.abc import Sequence
 
 import torch
 
-from ..dispatch import forced_implementation
+from .._ops import ops
+from ..dispatch import choose, readable
 from ..index import WindowIndex
 from ..index.lookup import index_of_window
 from ..index.window_sizes import Numbers, WindowNumbers, global_numbers, of_heads
 from ..tools.wording import listed
 from ._autograd import Function, differentiable_once
-from .attention_function import results_of_nothing
+from .attention_function import attention_function, results_of_nothing
 from .call import AttentionCall
-from .operands import broadcasts, distinct_when_traced, key_bias_of, of_flash, readable, wide_dtype
+from .operands import broadcasts, call_on, distinct_when_traced, key_bias_of, lists_of_tiles, of_flash, wide_dtype
 from .packed_operands import check_row, is_row, known_twice, packed_operands
 from .query_offset import check_window_offset, window_at
-from .sinks import grad_of_sinks, with_sinks
-from .window_operators import order_of, window_attention_backward, window_attention_forward
 
 
 def window_attention(
@@ -91,7 +94,7 @@ def window_attention(
         if isinstance(window_size, WindowIndex) and row.cu_seqlens is not cu_seqlens:
             raise ValueError(known_twice("A WindowIndex"))
         check_row(*row[:3])
-        query, key, value, cu_seqlens, _ = row
+        query, key, value, cu_seqlens, *_ = row
     call = AttentionCall.checked(
         query, key, value, scale, causal, key_padding_mask, None, None, None, sinks, 0.0, "window_attention_forward"
     )
@@ -123,18 +126,22 @@ def attend_in_window(call: AttentionCall, index: WindowIndex | WindowNumbers) ->
     key_bias = None
     if call.key_padding_mask is not None:
         key_bias = key_bias_of(call.key_padding_mask, wide_dtype(query.dtype), tokens, query.is_cuda)[:, None]
-    order, inverse = order_of(index, tokens, query.device)
+    if isinstance(index, WindowIndex):
+        order, inverse = index.order, index.inverse
+    else:
+        order, inverse = (None, None) if index.in_order else ops.window_order(tokens, *index, query.device)
     if order is not None:
         if len(order) > 1 and key.shape[1] < heads:
             key, value = (x.repeat_interleave(heads // key.shape[1], 1) for x in (key, value))
         query, key, value = (_Ordered.apply(x, order, inverse) for x in (query, key, value))
         if key_bias is not None:
             key_bias = _ordered(key_bias.expand(-1, len(order), -1).unsqueeze(3), order).squeeze(3)
-    query, key, value = distinct_when_traced(query, key, value)
-    output, _ = _WindowAttention.apply(
-        readable(query), readable(key), readable(value), call.sinks,
-        None if key_bias is None else key_bias.unsqueeze(2), index, call.scale,
-    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        query, key, value = distinct_when_traced(query, key, value)
+    key_bias = None if key_bias is None else key_bias.unsqueeze(2)
+    output, _, _ = _WindowAttention.apply(
+        readable(query), readable(key), readable(value), None, call.sinks, key_bias, None, None, index, (call.scale,)
+    )
     output = output[..., :head_dim] if head_dim % 8 else output
     return output if order is None else _Ordered.apply(output, inverse, order)
 
@@ -230,30 +237,53 @@ class _Ordered(Function):
         return _ordered(grad, ctx.inverse), None, None
 
 
-class _WindowAttention(Function):
-    @staticmethod
-    def forward(query, key, value, sinks, key_bias, index: WindowIndex | WindowNumbers, scale: float):
-        output, _, rows = window_attention_forward(index, query, key, value, key_bias, scale)
-        if sinks is not None:
-            output, _, rows = with_sinks(output, rows, sinks)
-        return output, rows
+def window_attention_forward(index: WindowIndex | WindowNumbers, *call) -> tuple[torch.Tensor, ...]:
+    """output, lse and the saved statistics of rows: of query, key, value, key_bias and scale."""
+    if isinstance(index, WindowNumbers):
+        return ops.window_numbers_forward(*call, *index)
+    *tensors, scale = call
+    blocks = index.blocks
+    chosen = choose("block_sparse_attention", call_on(blocks, call[0]))
+    tile = chosen.tile(blocks.block)
+    return ops.window_attention_forward(
+        *tensors, index.limits, index.places, *lists_of_tiles(blocks.tiles("rows", tile)),
+        blocks.layout_heads, blocks.block, tile, index.num_global, scale, index.causal, chosen.name,
+    )  # fmt: skip
 
-    @staticmethod
-    def setup_context(ctx, inputs, results):
-        query, key, value, sinks, key_bias, ctx.index, ctx.scale = inputs
-        output, rows = results
-        ctx.forced = forced_implementation()
-        ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(query, key, value, output, rows, sinks, key_bias)
-        ctx.set_materialize_grads(False)
 
-    @staticmethod
-    @differentiable_once("window_attention")
-    def backward(ctx, grad_output: torch.Tensor | None, _):
-        query, key, value, output, rows, sinks, key_bias = ctx.saved_tensors
-        grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
-        saved = (grad_output, query, key, value, output, rows, key_bias)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        grads = window_attention_backward(ctx.index, *saved, ctx.scale, deterministic, forced=ctx.forced)
-        grad_sinks = grad_of_sinks(grad_output, None, output, rows, sinks) if ctx.needs_input_grad[3] else None
-        return *grads, grad_sinks, None, None, None
+def window_attention_backward(
+    index: WindowIndex | WindowNumbers, *call, forced: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of query, key and value. forced: as of `dispatch.choose`."""
+    if isinstance(index, WindowNumbers):
+        return ops.window_numbers_backward(*call, *index)
+    *tensors, scale, deterministic = call
+    blocks = index.blocks
+    chosen = choose("block_sparse_attention", call_on(blocks, call[1]), forced)
+    tile = chosen.tile(blocks.block)
+    return ops.window_attention_backward(
+        *tensors, index.limits, index.places,
+        *lists_of_tiles(blocks.tiles("rows", tile)), *lists_of_tiles(blocks.tiles("columns", tile)),
+        blocks.layout_heads, blocks.block, tile, index.num_global, scale, index.causal, deterministic, chosen.name,
+    )  # fmt: skip
+
+
+def window_order(tokens: int, numbers: WindowNumbers, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`WindowIndex.order` and `inverse`, also where they change nothing. Copies, as a graph may write into them."""
+    index = index_of_window(tokens, numbers, device).ready()
+    as_it_is = torch.arange(tokens, device=device).expand(numbers.layout_heads, -1)
+    order, inverse = ((as_it_is if x is None else x).clone() for x in (index.order, index.inverse))
+    return order, inverse
+
+
+def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale):
+    return window_attention_forward(index, query, key, value, key_bias, scale)
+
+
+def _gradients(index, grad_output, grad_lse, *call, wanted, forced):
+    *saved, _, key_bias, _, _, scale = call
+    numbers = key_bias, scale, torch.are_deterministic_algorithms_enabled()
+    return *window_attention_backward(index, grad_output, *saved, *numbers, forced=forced), None
+
+
+_WindowAttention = attention_function("window_attention", _run, _gradients)

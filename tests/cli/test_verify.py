@@ -9,7 +9,7 @@ import torch
 
 from ds_sparse.cli import main
 from ds_sparse.cli._terminal import Terminal
-from ds_sparse.ops import attention_operators, matmul, token
+from ds_sparse.ops import attention_function, matmul, token
 from ds_sparse.verify import faults, variants
 
 
@@ -53,7 +53,7 @@ def test_a_gradient_that_a_kernel_spoils_is_found_and_the_variant_named(monkeypa
             grads[2][0, 1, 16:32] *= 1.01
         return grads
 
-    spoiled(monkeypatch, attention_operators, "block_attention_backward", spoil)
+    spoiled(monkeypatch, attention_function, "block_attention_backward", spoil)
     assert main(["verify", "--device", "cpu", "--operation", "packed attention"]) == 0
     capsys.readouterr()
     assert main(["verify", "--device", "cpu", "--operation", "block_sparse_attention"]) == 1

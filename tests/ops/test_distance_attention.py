@@ -16,7 +16,7 @@ import ds_sparse
 from ds_sparse import BlockIndex, block_sparse_attention
 from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.ops import distance_gradient
-from ds_sparse.ops.attention_operators import attention_forward
+from ds_sparse.ops.attention_function import attention_forward
 
 OPERATORS = ("block_attention_forward", "block_attention_backward", "matmul_sdd")
 BLOCK, TOKENS, HEADS = 16, 41, 2

@@ -1,0 +1,242 @@
+"""The operators: what each returns where it is traced, and counts in FLOPs; those in Python with their schemas, too.
+
+Those of C++ have theirs in csrc/library.cpp. An operator `layout_*` is one on the lists of an index that takes a
+`MasterLayout` as text instead, `window_numbers_*` one that takes the numbers of a window: they find the index when they
+run. Rules of vmap are those of `_vmap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .._ops import add_op_namespace_prefix, ops
+from ..index.lookup import index_of_window
+from ..index.master_layout import MasterLayout
+from ..index.window_sizes import WindowNumbers
+from . import _flops
+from ._vmap import OPERANDS, register_rule
+from .attention_function import attention_backward, attention_bias_backward, attention_forward
+from .distance_gradient import Blocks, distance_bias_backward, distance_bias_gradient
+from .earlier_operators import layout_distance_forward
+from .operands import empty_as, wide_dtype
+from .window_attention import window_attention_backward, window_attention_forward, window_order
+
+Arguments = SimpleNamespace
+"""The arguments of a call by the names of the schema."""
+
+
+class Operator(NamedTuple):
+    """What is told to PyTorch of an operator.
+
+    Attributes:
+        fake: results without values.
+        flops: what it counts; None: nothing.
+        schema: arguments and results of one in Python.
+        run: what that computes of its arguments.
+        one_by_one: under vmap each sample is a call.
+    """
+
+    fake: Callable[[Arguments], Any]
+    flops: Callable[[Arguments], int] | None = None
+    schema: str = ""
+    run: Callable[..., Any] | None = None
+    one_by_one: bool = False
+
+
+def _of_text(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs what takes an index on that of a master layout, the last argument."""
+
+    def run_on_index(x: Arguments, *call: Any) -> Any:
+        return run(MasterLayout.read(x.layout).index(x.query.shape[2], x.query.device, x.causal), *call[:-1])
+
+    return run_on_index
+
+
+def _of_numbers(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs what takes an index on that of a window, whose numbers are the last arguments."""
+
+    def run_on_index(x: Arguments, *call: Any) -> Any:
+        return run(index_of_window(x.query.shape[2], _numbers(x), x.query.device).ready(), *call[:-4])
+
+    return run_on_index
+
+
+def _numbers(x: Arguments) -> WindowNumbers:
+    return WindowNumbers.of(x.windows, x.causal, x.global_tokens, x.dilations)
+
+
+def _distance_gradient(x: Arguments, *call: Any) -> Tensor:
+    given: Any = (*call[:-5], Blocks(*call[-5:]))
+    return distance_bias_gradient(*given)
+
+
+def _attention(x: Arguments) -> tuple[Tensor, ...]:
+    """output, lse and the two numbers of each row."""
+    shape, wide = x.query.shape[:3], wide_dtype(x.query.dtype)
+    return empty_as(x.query), x.query.new_empty(shape, dtype=wide), x.query.new_empty((*shape, 2), dtype=wide)
+
+
+def _packed_attention(x: Arguments) -> tuple[Tensor, ...]:
+    shape, wide = (1, x.query.shape[1], x.spans.shape[0] * x.block), wide_dtype(x.query.dtype)
+    return empty_as(x.query), x.query.new_empty(shape, dtype=wide), x.query.new_empty((*shape, 2), dtype=wide)
+
+
+def _gradients(x: Arguments) -> tuple[Tensor, ...]:
+    return empty_as(x.query), empty_as(x.key), empty_as(x.value)
+
+
+def _dsd(x: Arguments) -> Tensor:
+    rows, width = (x.offsets.shape[0] - 1) // x.layout_heads * x.block, x.dense.shape[3]
+    return x.dense.new_empty(*x.dense.shape[:2], *((width, rows) if x.transpose_result else (rows, width)))
+
+
+def _wide(name: str) -> Callable[[Arguments], Tensor]:
+    """A gradient of the shape of an operand, in fp32 or wider."""
+    return lambda x: x.query.new_empty(getattr(x, name).shape, dtype=wide_dtype(x.query.dtype))
+
+
+def _like(name: str) -> Callable[[Arguments], Tensor]:
+    return lambda x: getattr(x, name).new_empty(getattr(x, name).shape)
+
+
+_GIVEN = "Tensor query, Tensor key, Tensor value"
+_MASKS = "Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, float scale, bool causal, float dropout_p"
+_SAVED = f"Tensor grad_output, Tensor? grad_lse, {_GIVEN}, Tensor output, Tensor rows"
+_LISTS = "Tensor row_offsets, Tensor row_columns, int[] row_lengths, int layout_heads, int block"
+_NUMBERS = "SymInt[] windows, bool causal, int[] global_tokens, SymInt[] dilations"
+_THREE = "(Tensor, Tensor, Tensor)"
+
+OPERATORS: dict[str, Operator] = {
+    "transpose": Operator(_like("x")),
+    "matmul_sdd": Operator(lambda x: x.a.new_empty(x.a.shape[0], _flops.num_values(x), x.block, x.block), _flops.sdd),
+    "matmul_dsd": Operator(_dsd, lambda x: 2 * x.values.numel() * x.dense.shape[3]),
+    "softmax_forward": Operator(lambda x: torch.empty_like(x.scores)),
+    "softmax_backward": Operator(lambda x: torch.empty_like(x.probs)),
+    "softmax_bias_backward": Operator(lambda x: x.values.new_empty(x.shape, dtype=wide_dtype(x.values.dtype))),
+    "block_attention_forward": Operator(_attention, _flops.attention(_flops.FORWARD)),
+    "block_attention_backward": Operator(_gradients, _flops.attention(_flops.BACKWARD)),
+    "block_attention_bias_backward": Operator(
+        lambda x: x.query.new_empty(x.shape, dtype=wide_dtype(x.query.dtype)), _flops.attention(_flops.BIAS_BACKWARD)
+    ),
+    "block_attention_distance_backward": Operator(
+        _wide("distances"),
+        _flops.distances,
+        f"({_SAVED}, Tensor distances, {_MASKS}, {_LISTS}) -> Tensor",
+        _distance_gradient,
+        one_by_one=True,
+    ),
+    "layout_attention_forward": Operator(
+        _attention,
+        _flops.attention_on_layout(_flops.FORWARD),
+        f"({_GIVEN}, Tensor? rpe, {_MASKS}, str layout) -> {_THREE}",
+        _of_text(attention_forward),
+    ),
+    "layout_attention_backward": Operator(
+        _gradients,
+        _flops.attention_on_layout(_flops.BACKWARD),
+        f"({_SAVED}, Tensor? rpe, {_MASKS}, bool deterministic, str layout) -> {_THREE}",
+        _of_text(attention_backward),
+    ),
+    "layout_attention_bias_backward": Operator(
+        _wide("rpe"),
+        _flops.attention_on_layout(_flops.BIAS_BACKWARD),
+        f"({_SAVED}, Tensor? rpe, {_MASKS}, str layout) -> Tensor",
+        _of_text(attention_bias_backward),
+    ),
+    "layout_attention_distance_backward": Operator(
+        _wide("distances"),
+        _flops.attention_on_layout(_flops.BIAS_BACKWARD),
+        f"({_SAVED}, Tensor distances, {_MASKS}, str layout) -> Tensor",
+        _of_text(distance_bias_backward),
+        one_by_one=True,
+    ),
+    "layout_distance_forward": Operator(
+        _attention,
+        _flops.attention_on_layout(_flops.FORWARD),
+        f"({_GIVEN}, Tensor distances, {_MASKS}, str layout) -> {_THREE}",
+        _of_text(layout_distance_forward),
+        one_by_one=True,
+    ),
+    "packed_attention_forward": Operator(_packed_attention, _flops.attention(_flops.FORWARD)),
+    "packed_attention_backward": Operator(_gradients, _flops.attention(_flops.BACKWARD)),
+    "window_matmul": Operator(
+        lambda x: x.a.new_empty(*x.a.shape[:3], 2 * x.window + 1), lambda x: _flops.band(x.a, x.window)
+    ),
+    "unwindow_matmul": Operator(_like("dense"), lambda x: _flops.band(x.dense, x.band.shape[3] // 2)),
+    "window_softmax_forward": Operator(_like("band")),
+    "window_softmax_backward": Operator(_like("grad")),
+    "window_attention_forward": Operator(_attention, _flops.attention(_flops.FORWARD)),
+    "window_attention_backward": Operator(_gradients, _flops.attention(_flops.BACKWARD)),
+    "window_numbers_forward": Operator(
+        _attention,
+        lambda x: _flops.attention_in_window(x, _numbers(x), _flops.FORWARD),
+        f"({_GIVEN}, Tensor? key_bias, float scale, {_NUMBERS}) -> {_THREE}",
+        _of_numbers(window_attention_forward),
+    ),
+    "window_numbers_backward": Operator(
+        _gradients,
+        lambda x: _flops.attention_in_window(x, _numbers(x), _flops.BACKWARD),
+        f"(Tensor grad_output, {_GIVEN}, Tensor output, Tensor rows, Tensor? key_bias, float scale, "
+        f"bool deterministic, {_NUMBERS}) -> {_THREE}",
+        _of_numbers(window_attention_backward),
+    ),
+    "window_order": Operator(
+        lambda x: tuple(
+            torch.empty(_numbers(x).layout_heads, x.tokens, dtype=torch.long, device=x.device) for _ in range(2)
+        ),
+        schema=f"(SymInt tokens, {_NUMBERS}, Device device) -> (Tensor, Tensor)",
+        run=lambda x, *call: window_order(x.tokens, _numbers(x), x.device),
+    ),
+    "token_matmul_sdd": Operator(
+        lambda x: x.query.new_empty(
+            x.query.shape[0] * x.query.shape[1] // (x.list_batch * x.list_heads), x.columns.shape[0]
+        ),
+        _flops.pairs(1, 0),
+    ),
+    "token_matmul_dsd": Operator(
+        lambda x: x.dense.new_empty(
+            *x.dense.shape[:2], (x.offsets.shape[0] - 1) // (x.list_batch * x.list_heads), x.dense.shape[3]
+        ),
+        lambda x: 2 * x.values.numel() * x.dense.shape[3],
+    ),
+    "token_attention_forward": Operator(
+        lambda x: (x.query.new_empty(*x.query.shape[:3], x.value.shape[3]), *_attention(x)[1:]), _flops.pairs(1, 1)
+    ),
+    "token_attention_backward": Operator(
+        lambda x: tuple(_like(name)(x) for name in ("query", "key", "value")), _flops.pairs(3, 2)
+    ),
+    "token_tiles_forward": Operator(_attention, _flops.pairs_in_tiles(_flops.FORWARD)),
+    "token_tiles_backward": Operator(_gradients, _flops.pairs_in_tiles(_flops.BACKWARD)),
+}
+
+_library = torch.library.Library(ops.name, "FRAGMENT")
+
+
+def _register(name: str, operator: Operator) -> None:
+    full_name = add_op_namespace_prefix(name)
+    if operator.schema:
+        _library.define(name + operator.schema)
+    names = [argument.name for argument in getattr(ops, name).default._schema.arguments]
+
+    def named(call: tuple, by_name: dict) -> Arguments:
+        return SimpleNamespace(**dict(zip(names, call)), **by_name)
+
+    if (run := operator.run) is not None:
+        _library.impl(name, lambda *call: run(named(call, {}), *call), "CompositeExplicitAutograd")
+    torch.library.register_fake(full_name, lambda *call, **by_name: operator.fake(named(call, by_name)))
+    if (flops := operator.flops) is not None:
+        register_flop_formula(getattr(ops, name), get_raw=True)(
+            lambda *call, out_val=None, **by_name: flops(named(call, by_name))
+        )
+    if not OPERANDS.isdisjoint(names):
+        register_rule(name, names, operator.one_by_one)
+
+
+for _name, _operator in OPERATORS.items():
+    _register(_name, _operator)
