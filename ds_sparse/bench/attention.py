@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -22,12 +22,29 @@ from .cases import BREAK_EVEN, GROWTH, TABLE, Case
 from .command import add_cases, add_peers, chosen, require_half_precision
 from .floors import Ceilings, Size
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits
-from .markdown import SHAPE, Table, also, beside, milliseconds, numbers, over, pair, percent, spans
+from .markdown import (
+    SHAPE,
+    Columns,
+    Pair,
+    Table,
+    also,
+    beside,
+    in_ms,
+    milliseconds,
+    numbers,
+    over,
+    pair,
+    percent,
+    shape_of,
+    spans,
+)
 from .matmul import our_operations
 from .reasons import Unsupported
 from .references import AttentionProblem, Piece, block_rows
-from .registry import Operation, Peer, Result, Row
-from .text import columns, lacking, number
+from .registry import Build, Peer
+from .run import Medians, Operation
+from .runs import Result, Row
+from .text import Column, lacking, milliseconds_in, number, table
 
 OURS = "ds_sparse"
 
@@ -60,7 +77,7 @@ class Problem(AttentionProblem):
         self.case, self.dtype = case, DTYPES[case.dtype]
         self._on_cpu = case.layout()
         self.layout = self._on_cpu.to(device)
-        self.size = Size.of(self._on_cpu, case.block, case.batch, case.heads, case.head_dim, self.dtype.itemsize)
+        self.size = Size.of(case, self._on_cpu)
         super().__init__((case.batch, case.heads, case.seq_len, case.head_dim), self.dtype, device, case.block)
 
     def pieces(self, head: int, peer: Peer) -> Iterable[Piece]:
@@ -83,7 +100,7 @@ def sdpa_mask(problem: Problem) -> Peer:
     return Peer(lambda query, key, value: scaled_dot_product_attention(query, key, value, attn_mask=mask))
 
 
-def sdpa_by(backend: SDPBackend) -> Callable[[Problem], Peer]:
+def sdpa_by(backend: SDPBackend) -> Build:
     """PyTorch's dense attention by one backend, which PyTorch alone would not always choose."""
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -93,7 +110,7 @@ def sdpa_by(backend: SDPBackend) -> Callable[[Problem], Peer]:
     return lambda problem: Peer(call, dense=True)
 
 
-def flex_by(tile: int | None, mode: str | None) -> Callable[[Problem], Peer]:
+def flex_by(tile: int | None, mode: str | None) -> Build:
     """FlexAttention, compiled in a mode; its block mask has tiles of so many tokens, or of the layout's block. On a CPU
     it has no backward, and refuses tensors that require gradients."""
 
@@ -154,35 +171,33 @@ def names(args: argparse.Namespace) -> list[str]:
     return (QUICK if args.quick else DEFAULTS)[args.device]
 
 
-def numbers_of(
-    problem: Problem, peer: Peer | None, row: Row, medians: Mapping[tuple[str, str], float]
-) -> dict[str, float | None]:
-    floors, l2_floors = floors_of(problem.size, problem.device, problem.dtype, medians)
-    floor = floors.get(row.direction)
-    found = {"floor_ms": floor, "l2_floor_ms": l2_floors.get(row.direction)}
-    if row.milliseconds is None:
+def numbers_of(problem: Problem, peer: Peer | None, row: Row, medians: Medians) -> dict[str, float | None]:
+    """The rate; and the floor, of a CPU the density times dense attention's time, and what L2 alone asks for, where
+    they are known."""
+    size, direction, ms = problem.size, row.direction, row.milliseconds
+    works = {way: size.attention(way) for way in ((FORWARD, BACKWARD) if direction == TRAIN else (direction,))}
+    floor = l2_floor = None
+    if problem.device.type == "cpu":
+        if dense := medians.get((DENSE["cpu"], direction)):
+            floor = size.density * dense
+    else:
+        ceilings = Ceilings.measure(problem.device, problem.dtype)
+        floor = sum(ceilings.attention_floor(work, size.head_dim, way) for way, work in works.items())
+        if ceilings.l2_bytes_per_ms is not None and direction != TRAIN:
+            l2_floor = works[direction].l2_bytes / ceilings.l2_bytes_per_ms
+    found = {"floor_ms": floor, "l2_floor_ms": l2_floor}
+    if ms is None:
         return found
-    ways = (FORWARD, BACKWARD) if row.direction == TRAIN else (row.direction,)
-    flops = sum(problem.size.attention(way).flops for way in ways)
-    to_floor = row.milliseconds / floor if floor else None
-    return found | {"tflops": flops / row.milliseconds / 1e9, "to_floor": to_floor}
+    flops = sum(work.flops for work in works.values())
+    return found | {"tflops": flops / ms / 1e9, "to_floor": ms / floor if floor else None}
 
 
-def floors_of(
-    size: Size, device: torch.device, dtype: torch.dtype, medians: Mapping[tuple[str, str], float]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """By direction: the floor, of a CPU the density times dense attention's time, and what L2 alone asks for; empty
-    where they are not known."""
-    if device.type == "cpu":
-        dense = DENSE["cpu"]
-        return {d: size.density * medians[dense, d] for d in DIRECTIONS if (dense, d) in medians}, {}
-    ceilings = Ceilings.measure(device, dtype)
-    ways = (FORWARD, BACKWARD)
-    floors = {way: ceilings.attention_floor(size.attention(way), size.head_dim, way) for way in ways}
-    floors[TRAIN] = floors[FORWARD] + floors[BACKWARD]
-    if ceilings.l2_bytes_per_ms is None:
-        return floors, {}
-    return floors, {way: size.attention(way).l2_bytes / ceilings.l2_bytes_per_ms for way in ways}
+COLUMNS = [
+    milliseconds_in(8),
+    Column("TFLOP/s", 8, lambda row: f"{row.tflops:.3g}"),
+    Column("x floor", 7, lambda row: number(row.to_floor)),
+    Column("x ours", 7, lambda row: number(row.to_ours)),
+]
 
 
 def lines(results: list[Result]) -> Iterator[str]:
@@ -199,13 +214,7 @@ def lines(results: list[Result]) -> Iterator[str]:
             line += ", from L2 alone " + " / ".join(f"{ms:.3f}" for ms in of_l2.values()) + " ms"
         yield line
 
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return "-"
-        ratios = f"{number(row.to_floor):>7} {number(row.to_ours):>7}"
-        return f"{in_three_digits(row.milliseconds):>7} {row.tflops:8.3g} {ratios}"
-
-    yield from columns(result, 16, f" {'ms':>7} {'TFLOP/s':>8} {'x floor':>7} {'x ours':>7}", cell, DIRECTIONS)
+    yield from table(result, 16, COLUMNS, DIRECTIONS)
     yield from lacking(result, 16)
     times = {row.name: row.preparation_s for row in result.rows if row.preparation_s is not None}
     spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in times.items() if seconds >= 1)
@@ -233,56 +242,41 @@ def fastest(results: list[Result]) -> Iterator[str]:
         if row is None:
             yield f"{start} {'-':>8}"
             continue
-        others = [other for name in result.measured if name != OURS and (other := result.row(name, direction))]
-        best = min(others, key=lambda other: other.milliseconds, default=None)
+        best = result.fastest(direction, but=(OURS,))
         said = f"{best.name} {number(best.to_ours)}" if best else "-"
         yield f"{start} {in_three_digits(row.milliseconds):>8} {row.tflops:8.3g} {number(row.to_floor):>8} {said:>20}"
-
-
-def by_block(results: list[Result]) -> dict[int, list[Result]]:
-    """Results by block size and rising density."""
-    ordered = sorted(results, key=lambda result: (result.case.block, result.about.density))
-    return {
-        block: [x for x in ordered if x.case.block == block] for block in dict.fromkeys(x.case.block for x in ordered)
-    }
 
 
 def break_even(results: list[Result], dense: str) -> Iterator[str]:
     """A line a block size: the density from which on the dense peer is faster, between the densities measured."""
     yield f"density at which {dense} is as fast as ds_sparse, {' / '.join(DIRECTIONS)}"
-    for block, of_block in by_block(results).items():
-        yield f"block {block:4} " + " / ".join(crossing(of_block, dense, direction) for direction in DIRECTIONS)
+    for block, densities in crossings(results, dense).items():
+        yield f"block {block:4} {' / '.join(densities)}"
 
 
-def crossing(results: list[Result], dense: str, direction: str) -> str:
-    """Where the time of `dense` over ours falls below 1, by a straight line in its logarithm."""
-    points = [
-        (result.about.density, math.log(row.to_ours))
-        for result in results
-        if (row := result.row(dense, direction)) is not None and row.to_ours is not None
-    ]
-    if not points:
-        return "-"
-    if points[0][1] < 0:
-        return f"below {points[0][0]:.2f}"
-    for (low, faster), (high, slower) in pairwise(points):
-        if slower < 0:
-            return f"{low + (high - low) * faster / (faster - slower):.2f}"
-    return f"above {points[-1][0]:.2f}"
+def crossings(results: list[Result], dense: str) -> dict[int, list[str]]:
+    """For each block size and direction the density where the time of `dense` over ours falls below 1, by a straight
+    line in its logarithm."""
 
+    def crossing(of_block: list[Result], direction: str) -> str:
+        points = [
+            (result.about.density, math.log(row.to_ours))
+            for result in of_block
+            if (row := result.row(dense, direction)) is not None and row.to_ours is not None
+        ]
+        if not points:
+            return "-"
+        if points[0][1] < 0:
+            return f"below {points[0][0]:.2f}"
+        for (low, faster), (high, slower) in pairwise(points):
+            if slower < 0:
+                return f"{low + (high - low) * faster / (faster - slower):.2f}"
+        return f"above {points[-1][0]:.2f}"
 
-def over_half(results: list[Result]) -> Iterator[tuple[Result, tuple[float | None, ...], tuple[float | None, ...]]]:
-    """Results with the times of ours in each direction, and these over those of half the length."""
-    for before, result in zip([None, *results], results):
-        case, now = result.case, milliseconds(result, OURS, DIRECTIONS)
-        half: tuple[float | None, ...] = (None,) * len(now)
-        if before and (before.case.batch, before.case.heads, 2 * before.case.seq_len) == (
-            case.batch,
-            case.heads,
-            case.seq_len,
-        ):
-            half = milliseconds(before, OURS, DIRECTIONS)
-        yield result, now, over(now, half)
+    by_block: dict[int, list[Result]] = {}
+    for result in sorted(results, key=lambda result: (result.case.block, result.about.density)):
+        by_block.setdefault(result.case.block, []).append(result)
+    return {block: [crossing(found, direction) for direction in DIRECTIONS] for block, found in by_block.items()}
 
 
 def growth(results: list[Result]) -> Iterator[str]:
@@ -292,38 +286,42 @@ def growth(results: list[Result]) -> Iterator[str]:
         yield f"{result.case.seq_len:10} " + " ".join(f"{number(x):>20} {number(y):>7}" for x, y in zip(*cells))
 
 
+def over_half(results: list[Result]) -> Iterator[tuple[Result, Pair, Pair]]:
+    """Results with the times of ours in each direction, and these over those of half the length."""
+    before: Case | None = None
+    past: Pair = ()
+    for result in results:
+        case, now = result.case, milliseconds(result, OURS, DIRECTIONS)
+        is_half = before and (before.batch, before.heads, 2 * before.seq_len) == (case.batch, case.heads, case.seq_len)
+        yield result, now, over(now, past if is_half else (None,) * len(DIRECTIONS))
+        before, past = case, now
+
+
 def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
     if args.break_even:
         dense = DENSE[args.device]
-        found = [
-            [str(block), *(crossing(of_block, dense, way) for way in DIRECTIONS)]
-            for block, of_block in by_block(results).items()
-        ]
-        return {"break-even": Table(["block", *(f"{way}, `{dense}` as fast at" for way in DIRECTIONS)], found)}
+        heading = ["block", *(f"{way}, `{dense}` as fast at" for way in DIRECTIONS)]
+        return {"break-even": Table(heading, [[str(n), *found] for n, found in crossings(results, dense).items()])}
     if args.growth:
         grown = list(over_half(results))
-        found = [
+        lines = [
             [
-                f"{result.case.seq_len:,}",
-                f"{result.case.batch}, {result.case.heads}, {result.case.head_dim}",
+                f"{case.seq_len:,}",
+                f"{case.batch}, {case.heads}, {case.head_dim}",
                 pair(now),
-                pair(ratios, lambda x: f"{x:.2f}"),
+                pair(ratios, "{:.2f}".format),
             ]
-            for result, now, ratios in grown
+            for case, now, ratios in ((result.case, now, ratios) for result, now, ratios in grown)
         ]
         notes = list(spans("Twice the tokens take", "half of them", [ratios for *_, ratios in grown], DIRECTIONS))
-        return {
-            "growth": Table(["tokens", "B, H, D", "ms", "times those of half the tokens"], found, DIRECTIONS, notes)
-        }
-    ways = (FORWARD, BACKWARD)
-    dtypes = [result.case.dtype for result in results]
-    shown: dict[str, Callable[[Result], str]] = {
+        heading = ["tokens", "B, H, D", "ms", "times those of half the tokens"]
+        return {"growth": Table(heading, lines, DIRECTIONS, notes)}
+    ways, dtypes = (FORWARD, BACKWARD), [result.case.dtype for result in results]
+    shown: Columns = {
         "layout, density": lambda r: f"{r.case.structure}, block {r.case.block}, {percent(r.about.density)}",
-        SHAPE: lambda r: (
-            f"{r.case.batch}, {r.case.heads}, {r.case.seq_len}, {r.case.head_dim}{also(dtypes, r.case.dtype)}"
-        ),
-        "ms": lambda r: pair(milliseconds(r, OURS, ways)),
-        "TFLOP/s": lambda r: pair(numbers(r, OURS, ways, "tflops"), lambda tflops: f"{tflops:.3g}"),
+        SHAPE: lambda r: shape_of(r) + also(dtypes, r.case.dtype),
+        "ms": in_ms(OURS, ways),
+        "TFLOP/s": lambda r: pair(numbers(r, OURS, ways, "tflops"), "{:.3g}".format),
     }
     peers = {row.name: f"`{row.name}`" for result in results for row in result.rows if row.name != OURS}
     return {"cases": beside(shown, results, OURS, peers, ways)}

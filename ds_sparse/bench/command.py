@@ -8,17 +8,17 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
 from ..tools.arguments import positive
 from .machine import DTYPES
-from .registry import SECONDS
 from .registry import operation as entry
 from .runs import without_json
 
-Case = TypeVar("Case")
+SECONDS = {"cpu": 60, "cuda": 60}
+"""The time after which no new round of a case begins, if an operation has no other."""
 
 NO_FLOOR = (
     "A CPU has no floor: dense results of hundreds of megabytes get new memory at every call, which takes longer than "
@@ -103,11 +103,14 @@ def add_by_device(
     option: str,
     parse: Callable[[str], Any],
     help: str,
-    defaults: Mapping[str, Any],
+    defaults: Any,
     in_words: str = "",
 ) -> None:
-    """Adds an option with one default for each device. in_words: of the defaults, if not as they would be written."""
+    """Adds an option with a default, or one for each device. in_words: of the defaults, if not as they would be
+    written."""
     name = option.removeprefix("--").replace("-", "_")
+    if not isinstance(defaults, Mapping):
+        defaults = dict.fromkeys(("cpu", "cuda"), defaults)
     parser.set_defaults(by_device={**parser.get_default("by_device"), name: defaults})
     on_cpu, on_gpu = in_option(defaults["cpu"]), in_option(defaults["cuda"])
     said = in_words or (on_cpu if on_cpu == on_gpu else f"{on_cpu}; on a GPU {on_gpu}")
@@ -115,27 +118,21 @@ def add_by_device(
 
 
 def add_peers(
-    parser: argparse.ArgumentParser,
-    names: Collection[str],
-    defaults: Mapping[str, list[str] | None],
-    help: str = "",
-    in_words: str = "",
+    parser: argparse.ArgumentParser, names: Collection[str], defaults: Any, help: str = "", in_words: str = ""
 ) -> None:
     """Adds the choice of peers; a file may name one of another program."""
     parser.set_defaults(known_peers=tuple(names))
     add_by_device(parser, "--peers", lambda text: text.split(","), f"{', '.join(names)}{help}", defaults, in_words)
 
 
-def add_sizes(parser: argparse.ArgumentParser, seq_len: str, heads: str) -> None:
-    """Adds sizes that are varied: each option takes a list."""
-    lists = {
-        "--seq-len": (seq_len, "tokens"),
-        "--heads": (heads, "of each sequence"),
-        "--head-dim": ("64", "numbers in a head's vector"),
-        "--batch": ("1", "sequences"),
-    }
-    for option, (default, help) in lists.items():
-        add_by_device(parser, option, listed(positive), help, dict.fromkeys(("cpu", "cuda"), listed(positive)(default)))
+def add_sizes(
+    parser: argparse.ArgumentParser, seq_len: Any, heads: Any, head_dim: Any = (64,), batch: Any = (1,), **in_words: str
+) -> None:
+    """Adds sizes that are varied, with their defaults: each option takes a list."""
+    add_by_device(parser, "--seq-len", listed(positive), "tokens", seq_len)
+    add_by_device(parser, "--heads", listed(positive), "of each sequence", heads)
+    add_by_device(parser, "--head-dim", listed(positive), "numbers in a head's vector", head_dim)
+    add_by_device(parser, "--batch", listed(positive), "sequences", batch, **in_words)
 
 
 def add_cases(parser: argparse.ArgumentParser, grid: Iterable[Any], such_as: str) -> None:
@@ -174,7 +171,7 @@ def require_half_precision(args: argparse.Namespace, whose: str) -> None:
 
 def in_option(value: object) -> str:
     """Writes a default as a user would."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:

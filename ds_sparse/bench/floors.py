@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..layout import density
-from .machine import BACKWARD, FORWARD, TRAIN, timed
-from .registry import Row
+from .machine import BACKWARD, DTYPES, FORWARD, TRAIN, timed
 
 FLASH_ATTENTION_4 = {64: {FORWARD: 546e9, BACKWARD: 536e9}, 128: {FORWARD: 684e9, BACKWARD: 624e9}}
 """FLOPs per millisecond of FlashAttention-4's dense attention in bf16 on an H200, by head size: 4 D a score forward,
@@ -23,6 +23,10 @@ FLASH_ATTENTION_4 = {64: {FORWARD: 546e9, BACKWARD: 536e9}, 128: {FORWARD: 684e9
 
 MATRIX_PRODUCT_OF_AN_H200 = 790e9
 """FLOPs per millisecond beside those, bf16, on random numbers."""
+
+SCORES, SOFTMAX, VALUES = "dense q @ k^T", "dense softmax", "dense p @ v"
+TRANSPOSED, ATTENTION = "dense v^T @ p^T", "SDPA dense"
+"""Jobs of products, softmax and attention, by those who do them densely."""
 
 LARGEST_TILE = 128
 """Neighbouring rows that can share what one of them loads from L2, in tokens."""
@@ -125,10 +129,14 @@ class Size:
     column_loads: float = 0
 
     @classmethod
-    def of(cls, layout: Tensor, block: int, batch: int, heads: int, head_dim: int, itemsize: int) -> Size:
-        """layout: bool (H or 1, R, R)."""
-        loads = tokens_loaded(layout, block), tokens_loaded(layout.transpose(1, 2), block)
-        return cls(batch, heads, layout.shape[1] * block, head_dim, density(layout), itemsize, *loads)
+    def of(cls, case: Any, layout: Tensor | None = None) -> Size:
+        """The size of a case that has these fields; its `density`, or bool (H or 1, R, R) with its `block`."""
+        loads: list[float] = []
+        if layout is not None:
+            loads = [tokens_loaded(x, case.block) for x in (layout, layout.transpose(1, 2))]
+        live = case.density if layout is None else density(layout)
+        itemsize = DTYPES[case.dtype].itemsize
+        return cls(case.batch, case.heads, case.seq_len, case.head_dim, live, itemsize, *loads)
 
     @property
     def scores(self) -> float:
@@ -156,7 +164,7 @@ class Size:
 
 
 def kernels(size: Size, job: str, direction: str) -> list[Work]:
-    """Kernels of a job, by its dense counterpart's name; each reads and writes every tensor once.
+    """Kernels of a job; each reads and writes every tensor once.
 
     A product loads from L2 the dense rows that its tiles ask for, and its sparse operand; one with a sparse result may
     keep tiles of either operand at rest.
@@ -169,11 +177,11 @@ def kernels(size: Size, job: str, direction: str) -> list[Work]:
 
     into_blocks = product(size.operand_bytes + min(by_rows, by_columns))
     blocks_times, transposed_blocks_times = product(sparse + by_rows), product(sparse + by_columns)
-    if job == "dense softmax":
+    if job == SOFTMAX:
         forward, backward = [Work(2 * sparse, 0)], [Work(3 * sparse, 0)]
-    elif job == "SDPA dense":
+    elif job == ATTENTION:
         forward, backward = [size.attention(FORWARD)], [size.attention(BACKWARD)]
-    elif job == "dense q @ k^T":
+    elif job == SCORES:
         forward, backward = [into_blocks], [blocks_times, transposed_blocks_times]
     else:
         forward, backward = [blocks_times], [into_blocks, transposed_blocks_times]
@@ -186,15 +194,6 @@ def operation_floor(ceilings: Ceilings, size: Size, job: str, direction: str) ->
     return sum(milliseconds for milliseconds, _ in floors), max(floors)[1]
 
 
-def over_floor(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> dict[str, float | str]:
-    """A row's floor on a GPU, its time over it, and what bounds it. A CPU has none: what bounds an operation there
-    depends on which of its operands and results lie in caches and in memory that is already its own."""
-    if row.milliseconds is None or device.type == "cpu":
-        return {}
-    floor, bound = operation_floor(Ceilings.measure(device, dtype), size, row.dense, row.direction)
-    return {"floor_ms": floor, "to_floor": row.milliseconds / floor, "bound": bound}
-
-
 def tokens_loaded(layout: Tensor, block: int) -> float:
     """Tokens of the columns that a head's tiles of `LARGEST_TILE` neighbouring rows load, mean over heads.
 
@@ -205,11 +204,3 @@ def tokens_loaded(layout: Tensor, block: int) -> float:
     in_tile = max(1, LARGEST_TILE // block)
     tiles = pad(layout, (0, 0, 0, -rows % in_tile)).view(heads, -1, in_tile, columns).any(2)
     return tiles.sum().item() * block * max(1, block // LARGEST_TILE) / heads
-
-
-def bytes_of_gathers(pairs: int, heads: int, head_dim: int, itemsize: int, direction: str) -> int:
-    """Bytes that attention over token pairs of each head has to bring from L2 where nothing is shared: a key and a
-    value row for each pair; backward those for the gradients of queries, and a query and a gradient row for those of
-    keys and values."""
-    rows = {FORWARD: 2, BACKWARD: 4, TRAIN: 6}[direction]
-    return heads * pairs * rows * head_dim * itemsize

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 from .machine import in_three_digits
-from .registry import Result
-from .runs import Run
+from .runs import Result, Run
 
 SHAPE = "B, H, T, D"
 """A column that is left out where all rows have the same."""
 
 Pair = tuple[float | None, ...]
 """A number for each direction; None where there is none."""
+
+Columns = Mapping[str, Callable[[Result], str]]
+"""Columns of a line a case, by heading."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ def milliseconds(result: Result, name: str, ways: Iterable[str]) -> Pair:
     return numbers(result, name, ways, "milliseconds")
 
 
+def in_ms(name: str, ways: Sequence[str]) -> Callable[[Result], str]:
+    """A column of a peer's times."""
+    return lambda result: pair(milliseconds(result, name, ways))
+
+
 def numbers(result: Result, name: str, ways: Iterable[str], of: str) -> Pair:
     """A number of a peer in each direction."""
     return tuple(None if row is None else getattr(row, of) for row in (result.row(name, way) for way in ways))
@@ -101,71 +108,41 @@ def over(theirs: Pair, ours: Pair) -> Pair:
     return tuple(x / y if x is not None and y is not None else None for x, y in zip(theirs, ours))
 
 
+def takes(result: Result, name: str, ours: str, ways: Iterable[str]) -> Pair:
+    """A peer's times over ours."""
+    return over(*(milliseconds(result, who, ways) for who in (name, ours)))
+
+
+def made_of(columns: Columns, results: Iterable[Result], ways: Sequence[str] = (), notes: Iterable[str] = ()) -> Table:
+    """A line a case."""
+    return Table(list(columns), [[write(result) for write in columns.values()] for result in results], ways, [*notes])
+
+
 def beside(
-    columns: Mapping[str, Callable[[Result], str]],
-    results: Sequence[Result],
-    ours: str,
-    others: Mapping[str, str],
-    ways: Sequence[str],
+    columns: Columns, results: Sequence[Result], ours: str, others: Mapping[str, str], ways: Sequence[str]
 ) -> Table:
-    """A line a case: columns by heading, and what each of `others`, by name, takes of the time of ours.
+    """A line a case: columns, and what each of `others`, by name, takes of the time of ours.
 
     others: from names to how they are written.
     """
-    ratios = {
-        name: [over(milliseconds(result, name, ways), milliseconds(result, ours, ways)) for result in results]
-        for name in others
-    }
-    lines = [
-        [*(write(result) for write in columns.values()), *(pair(ratios[name][i], ratio) for name in others)]
-        for i, result in enumerate(results)
-    ]
-    notes = [line for name, said in others.items() for line in spans(f"{said} takes", f"`{ours}`", ratios[name], ways)]
-    return Table([*columns, *(f"{said} takes" for said in others.values())], lines, ways, notes)
+
+    def time_of(name: str) -> Callable[[Result], str]:
+        return lambda result: pair(takes(result, name, ours, ways), ratio)
+
+    ratios = {f"{said} takes": time_of(name) for name, said in others.items()}
+    notes = (notes_on(results, name, ours, ways, said) for name, said in others.items())
+    return made_of({**columns, **ratios}, results, ways, chain(*notes))
 
 
-def beside_operation(
-    start: Mapping[str, Callable[[Result], str]],
-    results: Sequence[Result],
-    name: str,
-    others: Mapping[str, str],
-    ways: Sequence[str],
-) -> Table:
-    """A line a case: an operation, and what others take."""
-    return beside({**start, f"`{name}`, ms": lambda r: pair(milliseconds(r, name, ways))}, results, name, others, ways)
+def notes_on(results: Iterable[Result], name: str, ours: str, ways: Sequence[str], said: str = "") -> Iterator[str]:
+    """A sentence on what a peer takes of the time of ours in all cases."""
+    return spans(f"{said or f'`{name}`'} takes", f"`{ours}`", [takes(r, name, ours, ways) for r in results], ways)
 
 
-def operations(
-    start: Mapping[str, Callable[[Result], str]],
-    results: Sequence[Result],
-    names: Sequence[str],
-    others: Mapping[str, Sequence[str]],
-    ways: Sequence[str],
-) -> Table:
-    """A line a case: each operation, on a GPU with the part of its floor that it reaches; notes on who else computes
-    it."""
-    lines = [
-        [*(write(result) for write in start.values()), *(with_floor(result, name, ways) for name in names)]
-        for result in results
-    ]
-    notes: list[str] = []
-    for name in names:
-        for other in others[name]:
-            ratios = [over(milliseconds(result, other, ways), milliseconds(result, name, ways)) for result in results]
-            notes += spans(f"`{other}` takes", f"`{name}`", ratios, ways)
-    floors = " (of the floor)" if has_floors(results) else ""
-    return Table([*start, *(f"`{name}`, ms{floors}" for name in names)], lines, ways, notes)
-
-
-def with_floor(result: Result, name: str, ways: Sequence[str]) -> str:
-    """Times, and in brackets the parts of the floor that they reach."""
-    parts = [1 / floor if floor else None for floor in numbers(result, name, ways, "to_floor")]
-    reached = pair(parts, lambda part: f"{part:.0%}".removesuffix("%"))
-    return pair(milliseconds(result, name, ways)) + (f" ({reached} %)" if reached else "")
-
-
-def has_floors(results: Iterable[Result]) -> bool:
-    return any(row.to_floor for result in results for row in result.rows)
+def shape_of(result: Result) -> str:
+    """What the column `SHAPE` says."""
+    case = result.case
+    return f"{case.batch}, {case.heads}, {case.seq_len}, {case.head_dim}"
 
 
 def also(values: Iterable[Any], value: Any) -> str:

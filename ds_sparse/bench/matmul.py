@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,51 +17,32 @@ from .. import reference
 from ..index import BlockIndex
 from ..layout import to_token_mask
 from ..ops import MatMul, Softmax
-from ..tools.arguments import positive
 from ..tools.block_sizes import BLOCK_SIZES
-from ..verify.accuracy import require_as_accurate
 from .bsr import NO_BACKWARD, bsr_operations
-from .command import NO_FLOOR, add_by_device, listed, one_of
-from .floors import Size, over_floor
+from .command import NO_FLOOR, add_by_device, add_sizes, listed, one_of
+from .floors import ATTENTION, SCORES, SOFTMAX, TRANSPOSED, VALUES, Size
 from .layouts import LAYOUTS, make_layout
-from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits
-from .markdown import SHAPE, Table, also, beside_operation, has_floors, milliseconds, operations, over, percent
-from .references import random_tensors, require_same_meaning
-from .registry import Build, Operation, Peer, Result, Row
-from .text import columns, lacking_together
+from .machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN, in_three_digits
+from .markdown import SHAPE, Columns, Table, also, beside, in_ms, percent, shape_of, takes
+from .references import Piece, block_rows
+from .registry import Build, Peer
+from .run import Operation
+from .runs import Result, Row
+from .steps import FIELDS, Calls, StepsProblem, attention_by, dense, has_floors, ours, over_floor, page, sdpa
+from .text import Column, lacking, milliseconds_in, table
 
-DENSE = {
-    "sdd": "dense q @ k^T",
-    "softmax": "dense softmax",
-    "dsd": "dense p @ v",
-    "dds": "dense v^T @ p^T",
-    "attention": "SDPA dense",
-}
+JOBS = {"sdd": SCORES, "softmax": SOFTMAX, "dsd": VALUES, "dds": TRANSPOSED, "attention": ATTENTION}
 """Our operations, which take live blocks alone, and who does the same job densely. Softmax gets scores that are scaled
 already: others would need a pass of their own for that."""
 
 BSR = "torch.sparse"
 
 MASK, IN_PARTS, LOOP = "SDPA bool mask", "dense attention in parts", "loop over block rows"
-"""Other ways to attention, which are not verified, as dense PyTorch is not."""
-
-VERIFIED = 2
-"""Sequences and heads of the verification in float64, which is dense and quadratic; the heads of a layout are alike."""
+"""Other ways to attention."""
 
 SCORES_ON_A_GPU = 48 * 4096**2
-"""Scores, live or not, of all heads and sequences: with as many, cases take 50 us and more."""
-
-DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "operations": (list(DENSE), ["sdd", "softmax", "dsd", "dds"]),
-    "layout": (["fixed", "bslongformer", "bslongformer-1"], ["bslongformer-9", "random-5", "random-25", "dense-row"]),
-    "block": ([64, 16], [16, 32, 64, 128]),
-    "seq_len": ([2048], [4096]),
-    "head_dim": ([64], [64]),
-    "heads": ([12], [4]),
-    "batch": ([1], None),
-}
-"""Sizes that a CPU and a GPU are measured on. Without a batch it is as many sequences as `SCORES_ON_A_GPU` has room
-for, one at least."""
+"""Scores, live or not, of all heads and sequences: with as many, cases take 50 us and more. Without a batch it is as
+many sequences on a GPU as there is room for, one at least."""
 
 DESCRIPTION = (
     "Verifies the operations against float64, then times them in turns beside dense PyTorch and, on a GPU, "
@@ -96,89 +76,45 @@ class Case:
         return f"{self.layout} block {self.block} {self.dtype}"
 
 
-class Problem:
-    """A case on a device: its layout, and the operands of each operation.
+class Problem(StepsProblem):
+    """A case on a device. layout: bool (1, R, R) there.
 
     Raises:
         ValueError: tokens or a block that the layout cannot have.
     """
 
     def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:
-        self.case, self.device, self.dtype = case, device, DTYPES[case.dtype]
         self.layout = make_layout(case.layout, case.block, case.seq_len).to(device)
-        self.size = Size.of(self.layout, case.block, case.batch, case.heads, case.head_dim, self.dtype.itemsize)
-        self.ours = our_operations(self.layout, case.block, case.head_dim)
+        ours, size = our_operations(self.layout, case.block, case.head_dim), Size.of(case, self.layout)
+        super().__init__(case, size, device, ours, JOBS, scale_first=True, part=case.seq_len)
 
     @cached_property
-    def inputs(self) -> dict[str, tuple[Tensor, ...]]:
-        return self._inputs(self.case.batch, self.case.heads)
-
-    @cached_property
-    def few_inputs(self) -> dict[str, tuple[Tensor, ...]]:
-        """Inputs of `VERIFIED` sequences and heads."""
-        return self._inputs(min(self.case.batch, VERIFIED), min(self.case.heads, VERIFIED))
-
-    def _inputs(self, batch: int, heads: int) -> dict[str, tuple[Tensor, ...]]:
-        shape = (batch, heads, self.case.seq_len, self.case.head_dim)
-        query, key, value = random_tensors(3, shape, self.dtype, self.device)
-        scores = self.ours["sdd"](query, key) * self.case.scale
-        probs = self.ours["softmax"](scores)
-        return {
-            "sdd": (query, key),
-            "softmax": (scores,),
-            "dsd": (probs, value),
-            "dds": (value.mT, probs),
-            "attention": (query, key, value),
-        }
-
-    @cached_property
-    def bsr(self) -> dict[str, Callable[..., Tensor]]:
+    def bsr(self) -> Calls:
         with warnings.catch_warnings():
             # That block-sparse rows are in beta state, and that their parameters are not tuned for this GPU.
             warnings.simplefilter("ignore")
             return bsr_operations(self.layout, self.case.block, self.case.batch * self.case.heads, self.dtype)
 
     def verify(self, name: str, peer: Peer) -> None:
-        """Holds outputs and gradients of ours, and some outputs of torch.sparse, to the reference in float64.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            super().verify(name.removeprefix(f"{BSR} "), peer)
 
-        Raises:
-            ArithmeticError: an error larger than `require_as_accurate` allows.
-        """
-        if name in DENSE:
-            inputs = self.few_inputs[name]
-            meaning = self.meaning(name, heads=min(self.case.heads, VERIFIED))
-            require_same_meaning(f"{self.case.title}, {name}", peer.call, meaning, inputs, self.device)
-        elif name.startswith(BSR):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.verify_ends(name.removeprefix(f"{BSR} "), peer)
-
-    def verify_ends(self, name: str, peer: Peer) -> None:
-        """Holds the first head of the first sequence and the last of the last to the reference in float64."""
-
-        def ends(x: Tensor) -> Tensor:
-            """(B, H, T, D), (B, H * V, b, b) or (B * H, V, b, b) -> (2, 1, T, D) or (2, V, b, b)."""
-            return x.reshape(self.case.batch * self.case.heads, -1, *x.shape[2:])[[0, -1]]
-
-        meaning, narrow = self.meaning(name, heads=1), [ends(x) for x in self.inputs[name]]
-        plain, exact = meaning(*narrow), meaning(*(x.double() for x in narrow))
-        require_as_accurate("output", ends(peer.call(*self.inputs[name])), plain, exact, parts=2)
-
-    def meaning(self, name: str, heads: int) -> Callable[..., Tensor]:
-        """An operation from `ds_sparse.reference`."""
+    def meaning(self) -> Calls:
         layout, block = self.layout, self.case.block
-        attention: Callable[..., Any] = reference.attention
-        meanings: dict[str, Callable[..., Any]] = {
+        return {
             "sdd": lambda query, key: reference.matmul(query, key, layout, block, "sdd", False, True),
-            "softmax": lambda scores: reference.softmax(scores, layout, block, heads),
+            "softmax": lambda scores: reference.softmax(scores, layout, block, 1),
             "dsd": lambda probs, value: reference.matmul(probs, value, layout, block, "dsd", False, False),
             "dds": lambda value, probs: reference.matmul(value, probs, layout, block, "dds", False, True),
-            "attention": lambda query, key, value: attention(query, key, value, layout, block, scale=self.case.scale),
         }
-        return meanings[name]
+
+    def pieces(self, head: int, peer: Peer) -> Iterable[Piece]:
+        live = self.layout[0].cpu()
+        return block_rows(torch.ones_like(live) if peer.dense else live, self.case.block, self.device)
 
 
-def our_operations(layout: Tensor, block: int, head_dim: int) -> dict[str, Callable[..., Tensor]]:
+def our_operations(layout: Tensor, block: int, head_dim: int) -> Calls:
     index, scale = BlockIndex.build(layout, block), head_dim**-0.5
     sdd, dsd = MatMul(index, block, "sdd", trans_b=True), MatMul(index, block, "dsd")
     softmax = Softmax(index, block)
@@ -191,34 +127,12 @@ def our_operations(layout: Tensor, block: int, head_dim: int) -> dict[str, Calla
     }
 
 
-def ours(name: str) -> Build:
-    return lambda problem: Peer(problem.ours[name], problem.inputs[name], DENSE[name])
-
-
 def bsr(name: str) -> Build:
-    return lambda problem: Peer(problem.bsr[name], problem.inputs[name], DENSE[name], no_backward=NO_BACKWARD)
-
-
-def dense(name: str) -> Build:
-    """Dense PyTorch's operation, on dense operands."""
-
     def build(problem: Problem) -> Peer:
-        query, key, value = problem.inputs["attention"]
-        if name == "sdd":
-            return Peer(lambda q, k: q @ k.mT, (query, key), DENSE[name])
-        scores = query @ key.mT * problem.case.scale
-        if name == "softmax":
-            return Peer(lambda x: x.softmax(-1), (scores,), DENSE[name])
-        probs = scores.softmax(-1)
-        if name == "dsd":
-            return Peer(torch.matmul, (probs, value), DENSE[name])
-        return Peer(lambda v, p: v @ p.mT, (value.mT, probs), DENSE[name])
+        inputs = None if name == "attention" else problem.operands(name)
+        return Peer(problem.bsr[name], inputs, JOBS[name], no_backward=NO_BACKWARD)
 
     return build
-
-
-def attention_by(make: Callable[[Problem], Callable[..., Tensor]]) -> Build:
-    return lambda problem: Peer(make(problem), problem.inputs["attention"], DENSE["attention"])
 
 
 def masked(problem: Problem) -> Callable[..., Tensor]:
@@ -230,34 +144,39 @@ def in_parts(problem: Problem) -> Callable[..., Tensor]:
 
 
 def loop(problem: Problem) -> Callable[..., Tensor]:
-    return lambda query, key, value: attention_by_block_rows(query, key, value, problem.layout[0], problem.case.block)
+    """Attention as a user writes it without us: each block row against its gathered keys."""
+    block, live_tokens = problem.case.block, problem.layout[0].repeat_interleave(problem.case.block, 1)
 
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = []
+        for row, live in enumerate(live_tokens):
+            tokens = live.nonzero().flatten()
+            keys, values = key.index_select(2, tokens), value.index_select(2, tokens)
+            scores = query[:, :, row * block : (row + 1) * block] @ keys.mT * problem.case.scale
+            rows.append(scores.softmax(-1) @ values)
+        return torch.cat(rows, dim=2)
 
-def attention_by_block_rows(query: Tensor, key: Tensor, value: Tensor, layout: Tensor, block: int) -> Tensor:
-    """Computes attention as a user writes it without us: each block row against its gathered keys. layout: (R, C)."""
-    rows = []
-    for row, live in enumerate(layout):
-        tokens = live.repeat_interleave(block).nonzero().flatten()
-        keys, values = key.index_select(2, tokens), value.index_select(2, tokens)
-        scores = query[:, :, row * block : (row + 1) * block] @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5
-        rows.append(scores.softmax(-1) @ values)
-    return torch.cat(rows, dim=2)
+    return call
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    types: dict[str, tuple[Callable[[str], Any], str]] = {
-        "operations": (one_of(DENSE), ", ".join(DENSE)),
-        "layout": (one_of(LAYOUTS), f"{', '.join(LAYOUTS)}, with the density in percent"),
-        "block": (block, f"block sizes: {', '.join(map(str, BLOCK_SIZES))}"),
-        "seq_len": (positive, "tokens"),
-        "head_dim": (positive, "numbers in a head's vector"),
-        "heads": (positive, "of each sequence"),
-        "batch": (positive, "sequences"),
+    operations = {"cpu": list(JOBS), "cuda": [name for name in JOBS if name != "attention"]}
+    add_by_device(parser, "--operations", listed(one_of(JOBS)), ", ".join(JOBS), operations)
+    layouts = {
+        "cpu": ["fixed", "bslongformer", "bslongformer-1"],
+        "cuda": ["bslongformer-9", "random-5", "random-25", "dense-row"],
     }
-    for name, (parse, help) in types.items():
-        defaults = dict(zip(("cpu", "cuda"), DEFAULTS[name]))
-        in_words = "1; on a GPU as many as have 48 x 4096 x 4096 scores" if name == "batch" else ""
-        add_by_device(parser, f"--{name.replace('_', '-')}", listed(parse), help, defaults, in_words)
+    said = f"{', '.join(LAYOUTS)}, with the density in percent"
+    add_by_device(parser, "--layout", listed(one_of(LAYOUTS)), said, layouts)
+    sizes = f"block sizes: {', '.join(map(str, BLOCK_SIZES))}"
+    add_by_device(parser, "--block", listed(block), sizes, {"cpu": [64, 16], "cuda": [16, 32, 64, 128]})
+    add_sizes(
+        parser,
+        seq_len={"cpu": [2048], "cuda": [4096]},
+        heads={"cpu": [12], "cuda": [4]},
+        batch={"cpu": [1], "cuda": None},
+        in_words="1; on a GPU as many as have 48 x 4096 x 4096 scores",
+    )
 
 
 def block(text: str) -> int:
@@ -277,7 +196,7 @@ def names(args: argparse.Namespace) -> list[str]:
     """Operation by operation: ours, that of torch.sparse, and dense PyTorch's."""
     found = []
     for name in args.operations:
-        found += [name, f"{BSR} {name}", DENSE[name], *((MASK, IN_PARTS, LOOP) if name == "attention" else ())]
+        found += [name, f"{BSR} {name}", JOBS[name], *((MASK, IN_PARTS, LOOP) if name == "attention" else ())]
     return found
 
 
@@ -293,29 +212,30 @@ def lines(results: list[Result]) -> Iterator[str]:
         f"{case.title}, density {live:.1%}, B {case.batch}, H {case.heads}, T {case.seq_len}, D {case.head_dim}; "
         f"medians of {result.rounds} rounds"
     )
-    heading = f"{'ms':>8} {'x dense':>8}" + f" {'of floor':>10}" * has_floors(results)
-
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return f"{'-':>8}".ljust(len(heading))
-        share = f" {f'{1 / row.to_floor:.0%} {row.bound}':>10}" if row.to_floor else ""
-        return f"{in_three_digits(row.milliseconds):>8} {to_dense(row, in_three_digits):>8}{share}"
-
-    yield from columns(result, 25, heading, cell, DIRECTIONS)
+    columns = [
+        milliseconds_in(8),
+        Column("x dense", 8, lambda row: to_dense(row, in_three_digits)),
+        Column("of floor", 10, lambda row: f"{1 / row.to_floor:.0%} {row.bound}" if row.to_floor else ""),
+    ]
+    yield from table(result, 25, columns[: 3 if has_floors(results) else 2], DIRECTIONS, dash="<")
 
     def break_even(row: Row | None) -> str:
         if row is None or not row.to_dense:
             return "-"
         return f"{live / row.to_dense:.1%}" if live < row.to_dense else "none"
 
-    if mine := [name for name in DENSE if result.row(name, FORWARD)]:
+    if mine := measured_of_ours(results):
         densities = (f"{name} {' / '.join(break_even(result.row(name, way)) for way in DIRECTIONS)}" for name in mine)
         yield f"break-even {' / '.join(DIRECTIONS)}: {', '.join(densities)}"
-    yield from lacking_together(result)
+    yield from lacking(result)
 
 
 def to_dense(row: Row, write: Callable[[float], str]) -> str:
     return "-" if row.to_dense is None else write(row.to_dense)
+
+
+def measured_of_ours(results: list[Result]) -> list[str]:
+    return [name for name in JOBS if any(result.row(name, FORWARD) for result in results)]
 
 
 def summary(results: list[Result], args: argparse.Namespace) -> Iterator[Iterable[str]]:
@@ -326,7 +246,7 @@ def summary(results: list[Result], args: argparse.Namespace) -> Iterator[Iterabl
 def of_cases(results: list[Result]) -> Iterator[str]:
     """A line a case and direction: our milliseconds, and the share of the floor that they reach, or the ratio to the
     dense counterpart where there is no floor."""
-    shown = [name for name in DENSE if any(result.row(name, FORWARD) for result in results)]
+    shown = measured_of_ours(results)
     yield f"ms ({'of floor' if has_floors(results) else 'x dense'})"
     heading = f"{'layout':14}{'block':>5} {'dtype':5}{'T':>7}{'D':>4} {'live':>6} {'':8}"
     yield heading + "".join(f"{name:>13}" for name in shown)
@@ -347,10 +267,10 @@ def of_cases(results: list[Result]) -> Iterator[str]:
 
 def verdicts(results: list[Result]) -> Iterator[str]:
     """A line an operation and direction: in how many cases it is faster than the others."""
-    for (name, beside), way in product(DENSE.items(), (FORWARD, BACKWARD)):
+    for (name, job), way in product(JOBS.items(), (FORWARD, BACKWARD)):
         said = []
-        for other in (beside, f"{BSR} {name}"):
-            pairs = [over(milliseconds(r, other, (way,)), milliseconds(r, name, (way,))) for r in results]
+        for other in (job, f"{BSR} {name}"):
+            pairs = [takes(result, other, name, (way,)) for result in results]
             ratios = [ratio for (ratio,) in pairs if ratio is not None]
             if ratios:
                 said.append(f"faster than {other} in {sum(ratio > 1 for ratio in ratios)} of {len(ratios)}")
@@ -360,22 +280,22 @@ def verdicts(results: list[Result]) -> Iterator[str]:
 
 def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
     """Our operations with the part of their floor that they reach, notes on who else computes them; and attention."""
-    ways, dtypes = (FORWARD, BACKWARD), [result.case.dtype for result in results]
-    shown = [name for name in DENSE if any(result.row(name, FORWARD) for result in results)]
-    start: dict[str, Callable[[Result], str]] = {
+    dtypes = [result.case.dtype for result in results]
+    start: Columns = {
         "layout, density": lambda r: (
             f"{r.case.layout}, block {r.case.block}, {percent(r.about.density)}" + also(dtypes, r.case.dtype)
         ),
-        SHAPE: lambda r: f"{r.case.batch}, {r.case.heads}, {r.case.seq_len}, {r.case.head_dim}",
+        SHAPE: shape_of,
     }
     found = {}
-    if products := [name for name in shown if name != "attention"]:
-        found["operations"] = operations(
-            start, results, products, {name: (DENSE[name], f"{BSR} {name}") for name in products}, ways
-        )
+    shown = measured_of_ours(results)
+    if others := {name: (JOBS[name], f"{BSR} {name}") for name in shown if name != "attention"}:
+        found["operations"] = page(start, results, list(others), others, (FORWARD, BACKWARD))
     if "attention" in shown:
-        others = {name: name for name in (DENSE["attention"], MASK, LOOP)}
-        found["attention"] = beside_operation(start, results, "attention", others, (FORWARD, TRAIN))
+        ways = (FORWARD, TRAIN)
+        mine: Columns = {"`attention`, ms": in_ms("attention", ways)}
+        attentions = {name: name for name in (ATTENTION, MASK, LOOP)}
+        found["attention"] = beside({**start, **mine}, results, "attention", attentions, ways)
     return found
 
 
@@ -387,23 +307,23 @@ OPERATION = Operation(
     case=Case,
     problem=Problem,
     peers={
-        **{name: ours(name) for name in DENSE},
-        **{f"{BSR} {name}": bsr(name) for name in DENSE},
-        **{DENSE[name]: dense(name) for name in DENSE if name != "attention"},
-        DENSE["attention"]: attention_by(lambda problem: scaled_dot_product_attention),
+        **ours(JOBS),
+        **{f"{BSR} {name}": bsr(name) for name in JOBS},
+        **{job: dense(job) for job in JOBS.values() if job != ATTENTION},
+        ATTENTION: sdpa,
         MASK: attention_by(masked),
-        IN_PARTS: attention_by(in_parts),
+        IN_PARTS: attention_by(in_parts, dense=True),
         LOOP: attention_by(loop),
     },
-    ours=tuple(DENSE),
+    ours=tuple(JOBS),
     options=options,
     cases=cases,
     names=names,
-    numbers=lambda problem, peer, row, medians: over_floor(row, problem.size, problem.dtype, problem.device),
+    numbers=over_floor,
     lines=lines,
     summary=summary,
     pages=pages,
     key="name",
-    fields=("dense", "to_dense", "floor_ms", "to_floor", "bound"),
+    fields=FIELDS,
     rates=True,
 )

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..index import BlockIndex, PackedIndex, WindowIndex
-from ..layout import to_token_mask
 from ..modules.structured_attention import whole_blocks
 from ..ops import block_sparse_attention, window_attention
 from ..verify.accuracy import output_and_gradients
@@ -26,11 +25,13 @@ from .cases import BIGBIRD, STRUCTURES, WINDOW, in_k
 from .command import add_cases, add_peers, chosen, require_half_precision
 from .documents import LONGEST, corpus_lengths, cu_seqlens_of, equal_lengths, places_of
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
-from .markdown import Table, also, beside, milliseconds, numbers, over, pair, percent, ratio, spans
+from .markdown import Columns, Table, also, beside, in_ms, made_of, numbers, pair, percent, ratio, spans, takes
 from .reasons import Unsupported
 from .references import AttentionProblem, Piece, documents
-from .registry import Operation, Peer, Result, Row, tokens_first
-from .text import columns, lacking, number, share
+from .registry import Peer, tokens_first
+from .run import Medians, Operation
+from .runs import Result, Row
+from .text import Column, lacking, milliseconds_in, number, share, table
 
 DIRECTIONS = (FORWARD, TRAIN)
 
@@ -98,6 +99,11 @@ class Case:
         return equal_lengths(self.tokens, self.length)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest document that there may be."""
+        return min(self.tokens, self.length or LONGEST)
+
+    @property
     def is_window(self) -> bool:
         return self.structure == "window"
 
@@ -112,52 +118,26 @@ class Case:
         None for a window."""
         if self.is_window:
             return None
-        longest = min(self.tokens, self.length or LONGEST)
         config = STRUCTURES[self.structure](num_heads=1, block=self.size, **OPTIONS[self.structure])
-        return config.make_bool_layout(whole_blocks(longest, self.size))
+        return config.make_bool_layout(whole_blocks(self.longest, self.size))
+
+    def live(self, layout: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+        """From places of queries and keys in their document to whether these see those."""
+        size = self.size
+
+        def near(q: Tensor, k: Tensor) -> Tensor:
+            return (q - k).abs() <= size
+
+        def on_layout(q: Tensor, k: Tensor) -> Tensor:
+            return layout[0, q // size, k // size]
+
+        live = near if layout is None else on_layout
+        return (lambda q, k: live(q, k) & (q >= k)) if self.causal else live
 
     def mask(self, layout: Tensor | None, length: int, device: torch.device) -> Tensor:
         """bool (length, length): what each token of a document sees."""
         place = torch.arange(length, device=device)
-        if layout is None:
-            live = (place[:, None] - place).abs() <= self.size
-        else:
-            blocks = -(-length // self.size)
-            live = to_token_mask(layout[:, :blocks, :blocks].to(device), self.size)[0, :length, :length]
-        return live & (place[:, None] >= place) if self.causal else live
-
-    def live_scores(self, layout: Tensor | None, lengths: Sequence[int]) -> int:
-        """Scores of one head that documents of these lengths have together."""
-        return sum(lengths.count(length) * self._live_scores_of(layout, length) for length in set(lengths))
-
-    def _live_scores_of(self, layout: Tensor | None, length: int) -> int:
-        if layout is None:
-            reach = min(self.size, length - 1)
-            earlier = reach * length - reach * (reach + 1) // 2
-            return length + (1 if self.causal else 2) * earlier
-        blocks = -(-length // self.size)
-        sizes = torch.full((blocks,), self.size)
-        sizes[-1] = length - (blocks - 1) * self.size
-        pairs = sizes[:, None] * sizes
-        if self.causal:
-            pairs = pairs.tril(-1) + torch.diag(sizes * (sizes + 1) // 2)
-        return int(pairs[layout[0, :blocks, :blocks].cpu()].sum())
-
-    def unpacked(self, layout: Tensor | None) -> tuple[int, int]:
-        """Sequences, and tokens of each, of the batch without documents that packed ones are compared with.
-
-        Sequences are as long as the documents, where these are alike. Else they are as long, in whole blocks, as gives
-        a token about as many scores as it has in the row.
-        """
-        if self.length is not None:
-            tokens = min(self.length, self.tokens)
-            return self.tokens // tokens, tokens
-        wanted = self.live_scores(layout, self.lengths) / self.tokens
-        step = STEP if layout is None else self.size
-        longest = self.tokens if layout is None else min(self.tokens, layout.shape[1] * self.size)
-        tried = range(step, longest + 1, step)
-        tokens = min(tried, key=lambda length: abs(self._live_scores_of(layout, length) / length - wanted))
-        return self.tokens // tokens, tokens
+        return self.live(layout)(place[:, None], place)
 
     def small(self, heads: int = 2, tokens: int = 4096) -> Case:
         """The case cut to so many heads and tokens: for a CPU. Its name says the tokens where they are fewer."""
@@ -228,13 +208,10 @@ class Problem(AttentionProblem):
     def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:
         super().__init__((1, case.heads, case.tokens, case.head_dim), DTYPES[case.dtype], device, PART)
         self.case, self.lengths = case, case.lengths
+        self.longest = max(self.lengths)
         self.cu_seqlens = cu_seqlens_of(self.lengths, device)
         layout = case.layout()
         self.layout = None if layout is None else layout.to(device)
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
 
     @cached_property
     def padded(self) -> tuple[Tensor, Tensor]:
@@ -255,40 +232,48 @@ class Problem(AttentionProblem):
         return documents(peer.lengths or self.lengths, mask)
 
     @cached_property
+    def scores_up_to(self) -> list[int]:
+        """Live scores of one head of a document, by its length, from 0 to the longest that there may be."""
+        mask = self.case.mask(self.layout, self.case.longest, self.device)
+        # What a token adds: its own row as far as the diagonal, and its column above that.
+        return [0, *(mask.tril().sum(1) + mask.triu(1).sum(0)).cumsum(0).tolist()]
+
+    def live_scores(self, lengths: Sequence[int]) -> int:
+        """Scores of one head that documents of these lengths have together."""
+        return sum(self.scores_up_to[length] for length in lengths)
+
+    @cached_property
+    def unpacked(self) -> tuple[int, int]:
+        """Sequences, and tokens of each, of the batch without documents that packed ones are compared with.
+
+        Sequences are as long as the documents, where these are alike. Else they are as long, in whole blocks, as gives
+        a token about as many scores as it has in the row.
+        """
+        case, tokens = self.case, self.case.longest
+        if case.length is None:
+            wanted, step = self.live_scores(self.lengths) / case.tokens, STEP if self.layout is None else case.size
+            tried = range(step, tokens + 1, step)
+            tokens = min(tried, key=lambda length: abs(self.scores_up_to[length] / length - wanted))
+        return case.tokens // tokens, tokens
+
+    @cached_property
     def work(self) -> tuple[dict[str, int], dict[str, int]]:
         """Tokens, and live scores of a head, of the row and of the batch without documents."""
-        batch, sequence = self.case.unpacked(self.layout)
+        batch, sequence = self.unpacked
         tokens = {OURS: self.case.tokens, UNPACKED: batch * sequence}
-        unpacked_scores = batch * self.case.live_scores(self.layout, [sequence])
-        return tokens, {OURS: self.case.live_scores(self.layout, self.lengths), UNPACKED: unpacked_scores}
+        return tokens, {OURS: self.live_scores(self.lengths), UNPACKED: self.live_scores([sequence] * batch)}
 
 
 def packed(problem: Problem) -> Peer:
     """Ours: the index of the batch's documents, made once for all layers."""
-    call, blocks = on_documents(problem)
+    call, blocks = attention_of(problem)
     return Peer(call, filled=filled_part(problem, blocks, problem.lengths))
 
 
-def on_documents(problem: Problem) -> tuple[Callable[..., Tensor], BlockIndex]:
-    """Attention of the row, with a new index; and the blocks that are computed."""
-    case = problem.case
-    if problem.layout is None:
-        window = WindowIndex.build(
-            case.tokens, case.size, case.causal, device=problem.device, cu_seqlens=problem.cu_seqlens
-        )
-        return lambda query, key, value: window_attention(query, key, value, window), window.blocks
-    index = PackedIndex.build(problem.layout, problem.cu_seqlens, case.size)
-
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return block_sparse_attention(query, key, value, index, causal=case.causal)
-
-    return call, index.causal_blocks(case.causal)
-
-
 def unpacked(problem: Problem) -> Peer:
-    """Ours without documents: a batch of sequences of one length, see `Case.unpacked`."""
-    batch, tokens = problem.case.unpacked(problem.layout)
-    call, blocks = plain(problem, tokens)
+    """Ours without documents: a batch of sequences of one length, see `Problem.unpacked`."""
+    batch, tokens = problem.unpacked
+    call, blocks = attention_of(problem, tokens)
     return Peer(
         call,
         arranged=lambda x: x[0, :, : batch * tokens].unflatten(1, (batch, tokens)).transpose(0, 1).contiguous(),
@@ -302,37 +287,35 @@ def padded(problem: Problem) -> Peer:
     """Ours on the documents one below the other, padded to the longest."""
     if len(set(problem.lengths)) == 1:
         raise Unsupported("documents of one length need no padding: that is the plain batch")
-    _, exists = problem.padded
-    call, _ = plain(problem, problem.longest)
-    return in_batch(problem, lambda query, key, value: call(query, key, value, exists))
+    call, _ = attention_of(problem, problem.longest)
+    return in_batch(problem, partial(call, key_padding_mask=problem.padded[1]))
 
 
-def plain(problem: Problem, tokens: int) -> tuple[Callable[..., Tensor], BlockIndex]:
-    """Attention of a batch of sequences of so many tokens, (B, H, tokens, D), with or without a key padding mask; and
-    the blocks that are computed of each."""
-    case = problem.case
-    if problem.layout is None:
-        window = WindowIndex.build(tokens, case.size, case.causal, device=problem.device)
-
-        def of_window(query: Tensor, key: Tensor, value: Tensor, exists: Tensor | None = None) -> Tensor:
-            return window_attention(query, key, value, window, key_padding_mask=exists)
-
-        return of_window, window.blocks
-    blocks = -(-tokens // case.size)
-    index = BlockIndex.build(problem.layout[:, :blocks, :blocks].contiguous(), case.size)
-    index = index.causal() if case.causal else index
-
-    def of_layout(query: Tensor, key: Tensor, value: Tensor, exists: Tensor | None = None) -> Tensor:
-        return block_sparse_attention(query, key, value, index, causal=case.causal, key_padding_mask=exists)
-
-    return of_layout, index
+def attention_of(problem: Problem, tokens: int | None = None) -> tuple[Callable[..., Tensor], BlockIndex]:
+    """Attention of the row, or of a batch of sequences of so many tokens, with a new index; and the blocks that are
+    computed of the row, or of each sequence."""
+    case, layout = problem.case, problem.layout
+    edges = problem.cu_seqlens if tokens is None else None
+    if layout is None:
+        length = case.tokens if tokens is None else tokens
+        window = WindowIndex.build(length, case.size, case.causal, device=problem.device, cu_seqlens=edges)
+        return partial(window_attention, window_size=window), window.blocks
+    index: PackedIndex | BlockIndex
+    if edges is not None:
+        index = PackedIndex.build(layout, edges, case.size)
+        blocks = index.causal_blocks(case.causal)
+    else:
+        rows = -(-tokens // case.size)
+        blocks = BlockIndex.build(layout[:, :rows, :rows].contiguous(), case.size)
+        index = blocks = blocks.causal() if case.causal else blocks
+    return partial(block_sparse_attention, layout=index, causal=case.causal), blocks
 
 
 def filled_part(problem: Problem, blocks: BlockIndex, lengths: list[int]) -> float:
     """The part of the scores in live blocks that is live itself; the rest is what short blocks, causality and the ends
     of windows leave dead."""
     computed = blocks.live_blocks / blocks.layout_heads * blocks.block**2
-    return problem.case.live_scores(problem.layout, lengths) / computed
+    return problem.live_scores(lengths) / computed
 
 
 def sdpa_padded(problem: Problem) -> Peer:
@@ -374,23 +357,14 @@ def flex_attention(problem: Problem) -> Peer:
 
 def mask_function(problem: Problem) -> flex.Live:
     """Says of each score of the row whether it is live."""
-    case = problem.case
+    case, layout = problem.case, problem.layout
     document, place = places_of(problem.lengths, problem.device)
-    layout, size = None, case.size
-    if problem.layout is not None:
+    if layout is not None:
         # Of one shape for all lengths, or each would be compiled anew.
-        missing = max(0, -(-min(case.tokens, LONGEST) // size) - problem.layout.shape[1])
-        layout = pad(problem.layout[0], (0, missing, 0, missing))
-
-    def near(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (document[q] == document[k]) & ((q - k).abs() <= size)
-
-    def on_layout(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
-        assert layout is not None
-        return (document[q] == document[k]) & layout[place[q] // size, place[k] // size]
-
-    live = near if layout is None else on_layout
-    return (lambda b, h, q, k: live(b, h, q, k) & (q >= k)) if case.causal else live
+        missing = max(0, -(-min(case.tokens, LONGEST) // case.size) - layout.shape[1])
+        layout = pad(layout, (0, missing, 0, missing))
+    live = case.live(layout)
+    return lambda b, h, q, k: (document[q] == document[k]) & live(place[q], place[k])
 
 
 def torch_varlen(problem: Problem) -> Peer:
@@ -430,7 +404,7 @@ def about_of(problem: Problem, peers: Mapping[str, Peer]) -> About:
         len(problem.lengths),
         min(problem.lengths),
         problem.longest,
-        *problem.case.unpacked(problem.layout),
+        *problem.unpacked,
         filled,
         unpacked_filled,
         cost_of_index(problem) if OURS in peers else None,
@@ -450,7 +424,7 @@ def cost_of_index(problem: Problem) -> float:
     costs = []
     for _ in range(INDICES):
         start = wait()
-        call, _blocks = on_documents(problem)
+        call, _blocks = attention_of(problem)
         output_and_gradients(call, problem.inputs, problem.grad)
         with_index = wait()
         output_and_gradients(call, problem.inputs, problem.grad)
@@ -458,9 +432,7 @@ def cost_of_index(problem: Problem) -> float:
     return max(0.0, statistics.median(costs)) * 1e3
 
 
-def numbers_of(
-    problem: Problem, peer: Peer | None, row: Row, medians: Mapping[tuple[str, str], float]
-) -> dict[str, float | None]:
+def numbers_of(problem: Problem, peer: Peer | None, row: Row, medians: Medians) -> dict[str, float | None]:
     """Rates. Who computes dead scores besides, as dense attention does, has no more live ones for it; the batch without
     documents has other scores than ours, so that its time is not compared."""
     if row.milliseconds is None:
@@ -474,6 +446,14 @@ def numbers_of(
         "of_unpacked": rate / (scores[UNPACKED] / unpacked_ms) if unpacked_ms else None,
         "to_ours": None if row.name == UNPACKED else row.to_ours,
     }
+
+
+COLUMNS = [
+    milliseconds_in(7),
+    Column("Mtokens/s", 9, lambda row: in_three_digits(row.tokens_per_second / 1e6)),
+    Column("of unpacked", 11, lambda row: share(row.of_unpacked)),
+    Column("x ours", 7, lambda row: number(row.to_ours)),
+]
 
 
 def lines(results: list[Result]) -> Iterator[str]:
@@ -496,14 +476,7 @@ def lines(results: list[Result]) -> Iterator[str]:
         forwards = f", {about.index_ms / forward.milliseconds:.1f} forwards" if forward else ""
         yield f"index of a batch, for all its layers: {in_three_digits(about.index_ms)} ms{forwards}"
 
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return "-"
-        speed = in_three_digits(row.tokens_per_second / 1e6)
-        rates = f"{share(row.of_unpacked):>11} {number(row.to_ours):>7}"
-        return f"{in_three_digits(row.milliseconds):>7} {speed:>9} {rates}"
-
-    yield from columns(result, 12, f"{'ms':>7} {'Mtokens/s':>9} {'of unpacked':>11} {'x ours':>7}", cell, DIRECTIONS)
+    yield from table(result, 12, COLUMNS, DIRECTIONS)
     yield from lacking(result, 12)
 
 
@@ -523,9 +496,7 @@ def fastest(results: Sequence[Result]) -> Iterator[str]:
             yield f"{start} {'-':>8}"
             continue
         padding = result.row(PADDED, direction)
-        names = [name for name in result.measured if name not in (*ALWAYS, PADDED)]
-        others = [other for name in names if (other := result.row(name, direction))]
-        best = min(others, key=lambda other: other.milliseconds, default=None)
+        best = result.fastest(direction, but=(*ALWAYS, PADDED))
         yield (
             f"{start} {in_three_digits(row.milliseconds):>8} {share(row.of_unpacked):>11} "
             f"{share(of_left(result, direction)):>15} "
@@ -546,18 +517,15 @@ def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
     ways, dtypes = DIRECTIONS, [result.case.dtype for result in results]
 
     def rate(numbers: Iterable[float | None]) -> str:
-        return pair(numbers, lambda part: f"{part:.0%}").replace("%", " %")
+        return pair(numbers, "{:.0%}".format).replace("%", " %")
 
-    def padding(result: Result) -> tuple[float | None, ...]:
-        return over(milliseconds(result, PADDED, ways), milliseconds(result, OURS, ways))
-
-    shown: dict[str, Callable[[Result], str]] = {
+    shown: Columns = {
         "structure": lambda r: f"{r.case.kind}{also(dtypes, r.case.dtype)}",
         "documents, tokens": lambda r: f"{r.about.documents} of {r.about.lengths}",
         "H, T, D": lambda r: f"{r.case.heads}, {r.case.tokens:,}, {r.case.head_dim}",
-        "ms": lambda r: pair(milliseconds(r, OURS, ways)),
+        "ms": in_ms(OURS, ways),
     }
-    rates: dict[str, Callable[[Result], str]] = {
+    rates: Columns = {
         "million tokens/s": lambda r: pair(
             numbers(r, OURS, ways, "tokens_per_second"), lambda x: in_three_digits(x / 1e6)
         ),
@@ -565,15 +533,14 @@ def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
         "of its rate": lambda r: rate(numbers(r, OURS, ways, "of_unpacked")),
         "partial blocks leave": lambda r: "" if r.about.left is None else percent(r.about.left),
         "of what they leave": lambda r: rate(of_left(r, way) for way in ways),
-        "padded takes": lambda r: pair(padding(r), ratio),
+        "padded takes": lambda r: pair(takes(r, PADDED, OURS, ways), ratio),
         "index, ms": lambda r: "" if r.about.index_ms is None else in_three_digits(r.about.index_ms),
     }
-    notes = list(spans("The padded batch takes", "packed documents", [padding(result) for result in results], ways))
-    lines = [[write(result) for write in (shown | rates).values()] for result in results]
-    measured = dict.fromkeys(name for result in results for name in result.measured)
+    notes = spans("The padded batch takes", "packed documents", [takes(r, PADDED, OURS, ways) for r in results], ways)
+    measured = [name for result in results for name in result.measured]
     others = {name: f"`{name}`" for name in measured if name not in (*ALWAYS, PADDED)}
     return {
-        "documents": Table(list(shown | rates), lines, ways, notes),
+        "documents": made_of({**shown, **rates}, results, ways, notes),
         "peers": beside(shown, results, OURS, others, ways),
     }
 

@@ -5,6 +5,7 @@ A piece is some rows with the keys that they see, so that memory and time are th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -19,7 +20,7 @@ ROWS_AT_ONCE = 1024
 
 NAMES = ("output", "gradient of query", "gradient of key", "gradient of value")
 
-Piece = tuple[slice, "slice | Tensor", Tensor | None]
+Piece = tuple[slice, slice | Tensor, Tensor | None]
 """Rows, keys, and where these see those: bool (rows, keys); None: everywhere."""
 
 
@@ -81,7 +82,7 @@ def attention_by_pieces(operands: Sequence[Tensor], pieces: Iterable[Piece]) -> 
     return sums, terms
 
 
-class AttentionProblem:
+class AttentionProblem(ABC):
     """Attention of a case on a device: operands, and exact results of some heads, computed when a peer needs them.
 
     Args:
@@ -106,9 +107,9 @@ class AttentionProblem:
         self.places = places or sorted({(0, 0), (shape[0] - 1, shape[1] - 1)})
         self._known: dict[tuple[object, ...], list[tuple[list[Tensor], list[Tensor], list[Tensor]]]] = {}
 
+    @abstractmethod
     def pieces(self, head: int, peer: Peer) -> Iterable[Piece]:
         """The scores of a head that a peer has to compute."""
-        raise NotImplementedError
 
     def verify(self, name: str, peer: Peer) -> None:
         """Holds a peer's output and gradients to the exact ones, `part` by `part`.
@@ -140,28 +141,3 @@ class AttentionProblem:
                 plain, _ = attention_by_pieces(mine, self.pieces(head, peer))
                 found.append((plain, *attention_by_pieces([x.double() for x in mine], self.pieces(head, peer))))
         return self._known[key]
-
-
-def require_same_meaning(
-    what: str,
-    ours: Callable[..., Tensor],
-    meaning: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    device: torch.device,
-) -> None:
-    """Holds output and gradients of an operation to those of its meaning, which is computed on `device` in float64 and
-    at the precision of the inputs.
-
-    Raises:
-        ArithmeticError: an error larger than `require_as_accurate` allows.
-    """
-    with torch.no_grad():
-        grad = torch.randn_like(ours(*inputs))
-    there = [x.to(device) for x in inputs]
-    mine = output_and_gradients(ours, inputs, grad)
-    exact = output_and_gradients(meaning, [x.double() for x in there], grad.to(device).double())
-    plain = output_and_gradients(meaning, there, grad.to(device))
-    for i, results in enumerate(zip(mine, plain, exact, strict=True)):
-        part = f"gradient {i}" if i else "output"
-        found, rounded, wanted = (x.to(device) for x in results)
-        require_as_accurate(f"{what}: {part}", found, rounded, wanted)

@@ -1,4 +1,5 @@
-"""The one loop of all operations: a case's peers are built, verified against float64, and timed in turns."""
+"""An operation of the bench, and the one loop of all: a case's peers are built, verified against float64, and timed in
+turns."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -15,14 +16,164 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .command import SECONDS, add_shared
 from .floors import Ceilings
-from .machine import DTYPES, conditions, in_turns, time_of, versions
+from .machine import DIRECTIONS, DTYPES, conditions, in_turns, time_of, versions
+from .markdown import Table
 from .reasons import in_short
-from .registry import Operation, Peer, Result, Row
-from .runs import Run, record, show
+from .registry import BF16_ON_A_GPU, Build, Peer
+from .runs import Density, Fields, Result, Row, Run, restored, show
 
 FEW = 3
 """Rounds of a first look."""
+
+OF_ALL = ("direction", "milliseconds", "rounds", "reason")
+"""Fields of a `Row` that the JSON of every operation has."""
+
+Medians = Mapping[tuple[str, str], float]
+"""Milliseconds by the names of a peer and a direction."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An entry of the registry.
+
+    Attributes:
+        description: of help.
+        case, about: dataclasses of a case, and of what it comes to; both stand in each row of the JSON.
+        problem: from a case, a device and the options to operands, with `verify(name, peer)`.
+        peers: builders by name.
+        ours: peers that are ds_sparse's; where one of them has no time the run has failed.
+        options: adds those of this operation alone.
+        cases, names: what to measure, and which peers; ValueError says what is wrong with the options.
+        numbers: those of a row that only this operation has, from problem, peer, row and all medians.
+        lines: a table of the results of one shape.
+        pages: tables for a page, by name.
+        fields: what the JSON has of a `Row`, besides name, direction, milliseconds, rounds and reason.
+        summary: paragraphs below all tables.
+        abouts: from a problem and its peers to `about`.
+        dtypes, seconds: what a device measures by default, and after how long no round of a case begins.
+        key: the JSON's word for a row's name.
+        trains: forward is that of training, which keeps what backward needs.
+        shape: cases of one shape, which follow one another, are one table; by default each is its own.
+        rates: the rates of a GPU are measured and printed before anything else.
+        packages: those whose versions are printed.
+    """
+
+    name: str
+    description: str
+    case: type
+    problem: Callable[[Any, torch.device, argparse.Namespace], Any]
+    peers: dict[str, Build]
+    ours: tuple[str, ...]
+    options: Callable[[argparse.ArgumentParser], None]
+    cases: Callable[[argparse.Namespace], list[Any]]
+    names: Callable[[argparse.Namespace], list[str]]
+    numbers: Callable[[Any, Peer | None, Row, Medians], dict[str, Any]]
+    lines: Callable[[list[Result]], Iterator[str]]
+    pages: Callable[[list[Result], argparse.Namespace], dict[str, Table]]
+    fields: tuple[str, ...]
+    summary: Callable[[list[Result], argparse.Namespace], Iterable[Iterable[str]]] = lambda results, args: ()
+    about: type = Density
+    abouts: Callable[[Any, Mapping[str, Peer]], Any] = lambda problem, peers: Density(problem.size.density)
+    dtypes: Mapping[str, list[str]] = field(default_factory=lambda: BF16_ON_A_GPU)
+    seconds: Mapping[str, int] = field(default_factory=lambda: SECONDS)
+    key: str = "peer"
+    directions: tuple[str, ...] = DIRECTIONS
+    trains: bool = False
+    shape: Callable[[Any], Hashable] | None = None
+    rates: bool = False
+    packages: list[str] = field(default_factory=list)
+
+    def add(self, parser: argparse.ArgumentParser) -> None:
+        """Adds all options."""
+        parser.description = self.description
+        add_shared(parser, self.dtypes, self.seconds)
+        self.options(parser)
+
+    def measure(self, args: argparse.Namespace, device: torch.device) -> int:
+        """Measures, prints and writes all cases of the options; returns the exit status."""
+        try:
+            cases, names = self.cases(args), self.names(args)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
+        if getattr(args, "quick", False):
+            args.repeats = min(args.repeats, FEW)
+        dtypes = args.dtype if self.rates and device.type == "cuda" else ()
+        ceilings = {name: Ceilings.measure(device, DTYPES[name]) for name in dtypes}
+        run = Run(self.name, args.arguments, conditions(device) | versions(self.packages), ceilings)
+        show(*run.heading())
+        failed: dict[str, None] = {}
+        raised: list[Exception] = []
+
+        def measured(case: Any) -> Result:
+            result = run_case(self, case, names, device, args)
+            last = self.directions[-1]
+            failed.update(dict.fromkeys(x for x in self.ours if x in names and result.row(x, last) is None))
+            run.add(self.record(result), args.json)
+            return result
+
+        def shapes() -> Iterator[list[Result]]:
+            try:
+                for together in self.by_shape(cases, lambda case: case):
+                    yield list(map(measured, together))
+            except (ValueError, ArithmeticError, RuntimeError) as error:
+                print(error, file=sys.stderr)
+                raised.append(error)
+
+        for lines in self.paragraphs(shapes(), args):
+            show(*lines)
+        if failed:
+            print(f"{', '.join(failed)} itself was wrong or failed in a case; its line says how.", file=sys.stderr)
+        return int(bool(failed or raised))
+
+    def record(self, result: Result) -> list[Fields]:
+        """The rows of a result with its case, flat, as they go into the JSON."""
+        about = asdict(result.case) | asdict(result.about)
+        kept = (*self.fields, *OF_ALL)
+        return [about | {self.key: row.name} | {name: getattr(row, name) for name in kept} for row in result.rows]
+
+    def restore(self, rows: Sequence[Fields]) -> list[Result]:
+        """The results whose `record` these are, one after the other.
+
+        Raises:
+            ValueError: a row lacks a field, or has one of another type.
+        """
+
+        def of_case(row: Fields) -> tuple[Any, Any]:
+            return restored(self.case, row), restored(self.about, row)
+
+        def measured(row: Fields) -> Row:
+            known = {name: row[name] for name in (*self.fields, *OF_ALL) if name in row}
+            return restored(Row, known | ({"name": row[self.key]} if self.key in row else {}))
+
+        groups = groupby(rows, key=of_case)
+        return [Result(case, about, [measured(row) for row in group]) for (case, about), group in groups]
+
+    def report(self, results: Iterable[Result], args: argparse.Namespace) -> Iterator[Iterable[str]]:
+        """Paragraphs: a table for the results of each shape, and the summary of all."""
+        return self.paragraphs(self.by_shape(results, lambda result: result.case), args)
+
+    def paragraphs(self, shapes: Iterable[list[Result]], args: argparse.Namespace) -> Iterator[Iterable[str]]:
+        """The report of results that come shape by shape."""
+        seen: list[Result] = []
+        for results in shapes:
+            seen += results
+            yield self.lines(results)
+        if seen:
+            yield from self.summary(seen, args)
+
+    def by_shape(self, items: Iterable[Any], case: Callable[[Any], Any]) -> Iterator[list[Any]]:
+        """Cases, or results, that belong to one table."""
+        of_shape = self.shape
+        if of_shape is None:
+            return ([item] for item in items)
+        return (list(group) for _, group in groupby(items, key=lambda item: of_shape(case(item))))
+
+    def tables(self, results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
+        """Those of `pages` that have rows."""
+        return {name: table for name, table in self.pages(results, args).items() if table.rows}
 
 
 def run_case(
@@ -90,68 +241,3 @@ def time_unless_wrong(reasons: dict[str, str], name: str, timed: Callable[[], fl
     except Exception as error:  # noqa: BLE001 - whatever stops a peer is a line of the table
         reasons[name] = in_short(error)
         return float("nan")
-
-
-def measure(operation: Operation, args: argparse.Namespace, device: torch.device) -> int:
-    """Measures, prints and writes all cases of the options; returns the exit status."""
-    try:
-        cases, names = operation.cases(args), operation.names(args)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if getattr(args, "quick", False):
-        args.repeats = min(args.repeats, FEW)
-    failed: dict[str, None] = {}
-    raised: list[Exception] = []
-
-    def results(shape: list[Any]) -> Iterator[Result]:
-        for case in shape:
-            result = run_case(operation, case, names, device, args)
-            last = operation.directions[-1]
-            failed.update(dict.fromkeys(x for x in operation.ours if x in names and result.row(x, last) is None))
-            run.add(record(operation, result), args.json)
-            yield result
-
-    def shapes() -> Iterator[list[Result]]:
-        try:
-            for shape in by_shape(operation, cases):
-                yield list(results(shape))
-        except (ValueError, ArithmeticError, RuntimeError) as error:
-            print(error, file=sys.stderr)
-            raised.append(error)
-
-    run = begin(operation, args, device)
-    for lines in report(operation, shapes(), args):
-        show(*lines)
-    if failed:
-        print(f"{', '.join(failed)} itself was wrong or failed in a case; its line says how.", file=sys.stderr)
-    return int(bool(failed or raised))
-
-
-def begin(operation: Operation, args: argparse.Namespace, device: torch.device) -> Run:
-    """Prints what the numbers depend on, and the rates that a GPU has."""
-    dtypes = args.dtype if operation.rates and device.type == "cuda" else ()
-    ceilings = {name: Ceilings.measure(device, DTYPES[name]) for name in dtypes}
-    run = Run(operation.name, args.arguments, conditions(device) | versions(operation.packages), ceilings)
-    show(*run.heading())
-    return run
-
-
-def report(operation: Operation, shapes: Iterable[list[Result]], args: argparse.Namespace) -> Iterator[Iterable[str]]:
-    """Paragraphs: a table for the results of each shape, as they come, and the summary of all."""
-    seen: list[Result] = []
-    for results in shapes:
-        seen += results
-        yield operation.lines(results)
-    if seen:
-        yield from operation.summary(seen, args)
-
-
-def by_shape(
-    operation: Operation, items: Iterable[Any], case: Callable[[Any], Any] = lambda item: item
-) -> Iterator[list[Any]]:
-    """Cases, or results, that belong to one table."""
-    if operation.shape is None:
-        return ([item] for item in items)
-    shape = operation.shape
-    return (list(group) for _, group in groupby(items, key=lambda item: shape(case(item))))

@@ -9,16 +9,14 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from .floors import Ceilings
-from .registry import Operation, Result, Row
 
 Kind = TypeVar("Kind")
 Fields = dict[str, Any]
@@ -30,8 +28,79 @@ WIDTH = 120
 NEEDED = ("operation", "arguments", "machine", "torch", "commit", "date", "ceilings", "rows")
 """Keys that each JSON has."""
 
-OF_ALL = ("direction", "milliseconds", "rounds", "reason")
-"""Fields of a `Row` that the JSON of every operation has."""
+
+@dataclass(frozen=True)
+class Row:
+    """One peer in one direction; numbers are None where it was not measured, and `reason` says why.
+
+    Attributes:
+        dense: the peer that does the same job densely.
+        to_dense, to_ours, to_floor: the time over that of `dense`, of ds_sparse, and over `floor_ms`.
+        floor_ms: what nothing of this machine can pass; `bound` says by what.
+        l2_floor_ms: what bringing the operands from L2 takes.
+        tflops: FLOPs of live blocks alone, 4 D a score forward and 10 D backward, a second.
+        tokens_per_second: documents' tokens, without padding.
+        of_unpacked: live scores a second over those of the batch without documents.
+        preparation_s: seconds to build, compile and verify the peer.
+        operators: those that take most of its time, if they were asked for.
+    """
+
+    name: str
+    direction: str
+    milliseconds: float | None = None
+    dense: str = ""
+    to_dense: float | None = None
+    to_ours: float | None = None
+    to_floor: float | None = None
+    floor_ms: float | None = None
+    l2_floor_ms: float | None = None
+    bound: str = ""
+    tflops: float | None = None
+    tokens_per_second: float | None = None
+    of_unpacked: float | None = None
+    preparation_s: float | None = None
+    operators: list[str] = field(default_factory=list)
+    rounds: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Density:
+    """The live part of a case's scores, which is all that most operations say of it."""
+
+    density: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case, measured. case, about: of the operation's types."""
+
+    case: Any
+    about: Any
+    rows: list[Row]
+
+    def row(self, name: str, direction: str) -> Row | None:
+        """The row of a peer that was measured."""
+        found = (row for row in self.rows if (row.name, row.direction) == (name, direction) and not row.reason)
+        return next(found, None)
+
+    @property
+    def measured(self) -> list[str]:
+        """Peers with a time, in order."""
+        return list(dict.fromkeys(row.name for row in self.rows if not row.reason))
+
+    @property
+    def rounds(self) -> int:
+        return max((row.rounds for row in self.rows), default=0)
+
+    def by_direction(self, number: str) -> dict[str, float]:
+        """A number of the rows that is the same for all peers, such as `floor_ms`."""
+        return {row.direction: getattr(row, number) for row in self.rows if getattr(row, number) is not None}
+
+    def fastest(self, direction: str, but: Collection[str]) -> Row | None:
+        """The fastest of the others."""
+        others = [row for name in self.measured if name not in but and (row := self.row(name, direction))]
+        return min(others, key=lambda row: row.milliseconds, default=None)
 
 
 @dataclass(frozen=True)
@@ -103,31 +172,6 @@ def without_json(arguments: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--json")
     return parser.parse_known_args(arguments)[1]
-
-
-def record(operation: Operation, result: Result) -> list[Fields]:
-    """The rows of a result with its case, flat, as they go into the JSON."""
-    about = asdict(result.case) | asdict(result.about)
-    kept = (*operation.fields, *OF_ALL)
-    return [about | {operation.key: row.name} | {name: getattr(row, name) for name in kept} for row in result.rows]
-
-
-def restore(operation: Operation, rows: Sequence[Fields]) -> list[Result]:
-    """The results whose `record` these are, one after the other.
-
-    Raises:
-        ValueError: a row lacks a field, or has one of another type.
-    """
-
-    def of_case(row: Fields) -> tuple[Any, Any]:
-        return restored(operation.case, row), restored(operation.about, row)
-
-    def measured(row: Fields) -> Row:
-        known = {name: row[name] for name in (*operation.fields, *OF_ALL) if name in row}
-        return restored(Row, known | ({"name": row[operation.key]} if operation.key in row else {}))
-
-    groups = groupby(rows, key=of_case)
-    return [Result(case, about, [measured(row) for row in group]) for (case, about), group in groups]
 
 
 def restored(kind: type[Kind], row: Mapping[str, Any]) -> Kind:

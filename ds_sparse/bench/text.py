@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from .machine import in_three_digits
-from .registry import Result, Row
+from .runs import Result, Row
 
 
-def columns(
-    result: Result, width: int, heading: str, cell: Callable[[Row | None], str], directions: Sequence[str]
+class Column(NamedTuple):
+    """write: what a row has there; `width` characters, right-aligned."""
+
+    heading: str
+    width: int
+    write: Callable[[Row], str]
+
+
+def milliseconds_in(width: int) -> Column:
+    return Column("ms", width, lambda row: in_three_digits(row.milliseconds))
+
+
+def table(
+    result: Result, width: int, columns: Sequence[Column], directions: Sequence[str], dash: str = ">"
 ) -> Iterator[str]:
-    """A line a peer that was measured, and a column a direction, whose cells are as wide as `heading`."""
+    """A line a peer that was measured, in its columns for each direction; a dash, which `dash` aligns, for a direction
+    that was not."""
+    heading = " ".join(f"{column.heading:>{column.width}}" for column in columns)
+    nothing = f"{'-':>{columns[0].width}}" if dash == "<" else "-"
+
+    def cells(row: Row | None) -> str:
+        if row is None:
+            return f"{nothing:{dash}{len(heading)}}"
+        return " ".join(f"{column.write(row):>{column.width}}" for column in columns)
+
     yield " " * width + " ".join(f"{direction:>{len(heading)}}" for direction in directions)
     yield " " * width + " ".join([heading] * len(directions))
     for name in result.measured:
-        cells = (f"{cell(result.row(name, direction)):>{len(heading)}}" for direction in directions)
-        yield f"{name:{width}}{' '.join(cells)}".rstrip()
+        yield f"{name:{width}}{' '.join(cells(result.row(name, direction)) for direction in directions)}".rstrip()
 
 
 def number(x: float | None) -> str:
@@ -27,28 +48,17 @@ def share(part: float | None) -> str:
     return "-" if part is None else f"{part:.0%}"
 
 
-def lacking(result: Result, width: int) -> Iterator[str]:
-    """A line for each peer and reason why it has no time."""
-    missing: dict[tuple[str, str], list[str]] = {}
+def lacking(result: Result, width: int = 0) -> Iterator[str]:
+    """A line for each peer, in `width` characters, and reason why it has no time; without a width a line for each
+    reason, with all whom it concerns."""
+    lacks: dict[tuple[str, str], list[str]] = {}
     for row in result.rows:
         if row.reason:
-            missing.setdefault((row.name, row.reason), []).append(row.direction)
-    for (name, reason), these in missing.items():
-        yield f"{name:{width}}  no {in_words(these, result)}: {reason}"
-
-
-def lacking_together(result: Result) -> Iterator[str]:
-    """A line for each reason, with all whom it concerns."""
-    missing: dict[str, dict[str, list[str]]] = {}
-    for row in result.rows:
-        if row.reason:
-            missing.setdefault(row.reason, {}).setdefault(row.name, []).append(row.direction)
-    for reason, concerned in missing.items():
-        for these in dict.fromkeys(map(tuple, concerned.values())):
-            names = ", ".join(name for name, lacks in concerned.items() if tuple(lacks) == these)
-            yield f"{names}: no {in_words(these, result)}: {reason}"
-
-
-def in_words(lacks: Sequence[str], result: Result) -> str:
-    """Directions without a time."""
-    return "time" if len(lacks) == len({row.direction for row in result.rows}) else " or ".join(lacks)
+            lacks.setdefault((row.reason, row.name), []).append(row.direction)
+    concerned: dict[tuple[str, str], list[str]] = {}
+    directions = len({row.direction for row in result.rows})
+    for (reason, name), these in lacks.items():
+        concerned.setdefault((reason, "time" if len(these) == directions else " or ".join(these)), []).append(name)
+    for (reason, what), names in concerned.items():
+        for name in [f"{name:{width}}  no" for name in names] if width else [f"{', '.join(names)}: no"]:
+            yield f"{name} {what}: {reason}"

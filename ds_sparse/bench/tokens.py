@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -29,12 +29,14 @@ from ..tools.arguments import positive
 from ..verify.accuracy import output_and_gradients
 from . import flex
 from .command import add_peers, add_sizes, listed, one_of
-from .floors import bytes_of_gathers, l2_read_rate
+from .floors import l2_read_rate
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
-from .markdown import SHAPE, Table, milliseconds, numbers, over, pair, percent, spans
+from .markdown import SHAPE, Columns, Table, in_ms, made_of, milliseconds, notes_on, numbers, pair, percent, shape_of
 from .reasons import Unsupported
 from .references import AttentionProblem, Piece, block_rows
-from .registry import Build, Operation, Peer, Result, Row
+from .registry import Build, Peer
+from .run import Medians, Operation
+from .runs import Result, Row
 
 DIRECTIONS = (FORWARD, TRAIN)
 
@@ -177,7 +179,7 @@ def flex_attention(problem: Problem) -> Peer:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    add_sizes(parser, seq_len="512,1024,2048", heads="1,12")
+    add_sizes(parser, seq_len=[512, 1024, 2048], heads=[1, 12])
     parser.add_argument(
         "--sparsity",
         type=listed(part_of_100),
@@ -190,8 +192,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         default=["random"],
         help=f"{', '.join(PATTERNS)}: how they lie (default: random)",
     )
-    everybody = list(OPERATION.peers)
-    add_peers(parser, everybody, {"cpu": everybody, "cuda": everybody}, in_words="all")
+    add_peers(parser, OPERATION.peers, list(OPERATION.peers), in_words="all")
     parser.add_argument(
         "--profile", type=positive, default=0, metavar="N", help="also name the N operators that take a step's time"
     )
@@ -216,15 +217,16 @@ def cases(args: argparse.Namespace) -> list[Case]:
     ]
 
 
-def numbers_of(
-    problem: Problem, peer: Peer | None, row: Row, medians: Mapping[tuple[str, str], float]
-) -> dict[str, Any]:
+def numbers_of(problem: Problem, peer: Peer | None, row: Row, medians: Medians) -> dict[str, Any]:
+    """The time of what attention over the pairs of each head has to bring from L2 where nothing is shared: a key and a
+    value row for each pair; backward those for the gradients of queries, and a query and a gradient row for those of
+    keys and values. And the operators, if they were asked for."""
     case = problem.case
     found: dict[str, Any] = {}
     rate = l2_read_rate(problem.device) if problem.device.type == "cuda" else None
     if rate is not None:
-        sizes = problem.index.num_pairs, case.batch * case.heads, case.head_dim, DTYPES[case.dtype].itemsize
-        found["l2_floor_ms"] = bytes_of_gathers(*sizes, row.direction) / rate
+        rows = case.batch * case.heads * problem.index.num_pairs * {FORWARD: 2, TRAIN: 6}[row.direction]
+        found["l2_floor_ms"] = rows * case.head_dim * DTYPES[case.dtype].itemsize / rate
     if problem.top and peer is not None and row.milliseconds is not None and row.direction == FORWARD:
         found["operators"] = top_operators(problem, peer)
     return found
@@ -328,18 +330,14 @@ def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
     """A line a case: ours and others, forward / forward and backward."""
     steps = [step for step in SHOWN if any(result.row(step, FORWARD) for result in results)]
     several = [name for name in ("dtype", "pattern") if len({getattr(r.case, name) for r in results}) > 1]
-    times = {step: [milliseconds(result, step, DIRECTIONS) for result in results] for step in steps}
-    lines = []
-    for i, result in enumerate(results):
-        case = result.case
-        shape = f"{case.batch}, {case.heads}, {case.seq_len}, {case.head_dim}"
-        shape += "".join(f", {getattr(case, name)}" for name in several)
-        lines.append([shape, percent(sparsity_of(result)), *(pair(times[step][i]) for step in steps)])
-    notes: list[str] = []
-    for step in steps[1:] if OURS in steps else ():
-        ratios = [over(*both) for both in zip(times[step], times[OURS])]
-        notes += spans(f"`{step}` takes", f"`{OURS}`", ratios, DIRECTIONS)
-    return {"pairs": Table([SHAPE, "sparsity", *(f"`{step}`, ms" for step in steps)], lines, DIRECTIONS, notes)}
+    shown: Columns = {
+        SHAPE: lambda r: ", ".join([shape_of(r), *(getattr(r.case, name) for name in several)]),
+        "sparsity": lambda r: percent(sparsity_of(r)),
+    }
+    times = {f"`{step}`, ms": in_ms(step, DIRECTIONS) for step in steps}
+    others = steps[1:] if OURS in steps else []
+    notes = [note for step in others for note in notes_on(results, step, OURS, DIRECTIONS)]
+    return {"pairs": made_of({**shown, **times}, results, DIRECTIONS, notes)}
 
 
 OPERATION = Operation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -18,33 +18,33 @@ from .. import reference
 from ..index import WindowIndex
 from ..ops import unwindow_matmul, window_attention, window_matmul, window_softmax
 from ..tools.arguments import positive
-from ..verify.accuracy import require_as_accurate
 from . import flex
 from .command import NO_FLOOR, add_peers, add_sizes, listed
-from .floors import Size, over_floor
-from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
-from .markdown import SHAPE, Table, also, beside_operation, has_floors, operations
-from .references import random_tensors, require_same_meaning
-from .registry import Build, Operation, Peer, Result, Row
-from .text import columns, lacking_together
+from .floors import ATTENTION, SCORES, SOFTMAX, VALUES, Size
+from .machine import FORWARD, TRAIN
+from .markdown import SHAPE, Columns, Table, also, beside, in_ms, shape_of
+from .references import Piece
+from .registry import Peer
+from .run import Operation
+from .runs import Result
+from .steps import FIELDS, Calls, StepsProblem, attention_by, dense, has_floors, ours, over_floor, page, sdpa
+from .text import Column, lacking, milliseconds_in, table
 
-VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
-"""Sizes that outputs and gradients of our operations are verified on, since the reference is dense and in float64;
-windows are the same all along the sequence."""
+VERIFIED_TOKENS = 1024
+"""Tokens that our products and softmax are verified on, since the reference is dense and in float64; windows are the
+same all along the sequence."""
 
-VERIFIED_ROWS = 128
-"""Neighbouring rows at the beginning, in the middle and at the end that all attention is verified on at full length."""
+PART = 128
+"""Neighbouring rows of attention whose errors are compared with those of plain PyTorch together."""
 
 DIRECTIONS = (FORWARD, TRAIN)
 
-ATTENTION, DENSE_ATTENTION = "window_attention", "SDPA dense"
-
-DENSE = {
-    "window_matmul": "dense q @ k^T",
-    "window_softmax": "dense softmax",
-    "unwindow_matmul": "dense p @ v",
-    ATTENTION: DENSE_ATTENTION,
-    "attention in parts": DENSE_ATTENTION,
+JOBS = {
+    "window_matmul": SCORES,
+    "window_softmax": SOFTMAX,
+    "unwindow_matmul": VALUES,
+    "window_attention": ATTENTION,
+    "attention in parts": ATTENTION,
 }
 """Our operations, and who does the same job densely."""
 
@@ -85,126 +85,43 @@ class Case:
         return f"window {self.window} {self.dtype}, T {self.seq_len}, density {self.density:.1%}"
 
 
-class Problem:
-    """A case on a device, and the operands of each operation."""
+class Problem(StepsProblem):
+    """A case on a device."""
 
     def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:
-        self.case, self.device, self.dtype = case, device, DTYPES[case.dtype]
-        self.size = Size(case.batch, case.heads, case.seq_len, case.head_dim, case.density, self.dtype.itemsize)
-        self.ours = our_operations(case, case.seq_len, device)
+        window, scale = case.window, case.scale
+        index = WindowIndex.build(case.seq_len, window, device=device)
+        ours: Calls = {
+            "window_matmul": lambda query, key: window_matmul(query, key.mT, window),
+            "window_softmax": lambda scores: window_softmax(scores, window, scale=scale),
+            "unwindow_matmul": lambda probs, value: unwindow_matmul(probs, value, window),
+            "window_attention": lambda query, key, value: window_attention(query, key, value, index),
+            "attention in parts": lambda query, key, value: unwindow_matmul(
+                window_softmax(window_matmul(query, key.mT, window), window, scale=scale), value, window
+            ),
+        }
+        super().__init__(case, Size.of(case), device, ours, JOBS, scale_first=False, part=PART)
 
-    @cached_property
-    def inputs(self) -> dict[str, tuple[Tensor, ...]]:
-        return self._inputs(self.ours, self.case.heads, self.case.seq_len)
-
-    def _inputs(self, ours: dict[str, Callable[..., Tensor]], heads: int, tokens: int) -> dict[str, tuple[Tensor, ...]]:
-        shape = (self.case.batch, heads, tokens, self.case.head_dim)
-        query, key, value = random_tensors(3, shape, self.dtype, self.device)
-        scores = ours["window_matmul"](query, key)
+    def meaning(self) -> Calls:
+        window = self.case.window
         return {
-            "window_matmul": (query, key),
-            "window_softmax": (scores,),
-            "unwindow_matmul": (ours["window_softmax"](scores), value),
-            ATTENTION: (query, key, value),
-            "attention in parts": (query, key, value),
+            "window_matmul": lambda query, key: reference.window_matmul(query, key.mT, window),
+            "window_softmax": lambda scores: reference.window_softmax(scores, (window,), self.case.scale),
+            "unwindow_matmul": lambda probs, value: reference.unwindow_matmul(probs, value, window),
         }
 
     @cached_property
-    def few(self) -> tuple[dict[str, Callable[..., Tensor]], dict[str, tuple[Tensor, ...]]]:
-        """Our operations on `VERIFIED_TOKENS`, and their inputs of `VERIFIED_HEADS`."""
-        tokens = min(self.case.seq_len, VERIFIED_TOKENS)
-        ours = our_operations(self.case, tokens, self.device)
-        return ours, self._inputs(ours, min(self.case.heads, VERIFIED_HEADS), tokens)
+    def few(self) -> StepsProblem:
+        if self.case.seq_len <= VERIFIED_TOKENS:
+            return self
+        return Problem(replace(self.case, seq_len=VERIFIED_TOKENS), self.device, argparse.Namespace())
 
-    def verify(self, name: str, peer: Peer) -> None:
-        """Holds our operations to the reference on some tokens, and all windowed attention to some rows of the case, in
-        float64.
-
-        Raises:
-            ArithmeticError: an error larger than `require_as_accurate` allows.
-        """
-        if name in DENSE:
-            ours, inputs = self.few
-            meaning = their_meaning(self.case)[name]
-            require_same_meaning(f"{self.case.title}, {name}", ours[name], meaning, inputs[name], torch.device("cpu"))
-        if peer.beside == DENSE_ATTENTION and name != DENSE_ATTENTION:
-            self.verify_rows(peer)
-
-    def verify_rows(self, peer: Peer) -> None:
-        """Holds some rows of the first and the last head at full length to float64."""
-        case = self.case
-        with torch.no_grad():
-            output = peer.call(*peer.inputs)
-        tokens, rows = case.seq_len, min(VERIFIED_ROWS, case.seq_len)
-        for batch, head in sorted({(0, 0), (case.batch - 1, case.heads - 1)}):
-            query, key, value = (x[batch, head] for x in peer.inputs)
-            for first in (0, (tokens - rows) // 2, tokens - rows):
-                row = torch.arange(first, first + rows, device=query.device)[:, None]
-                near = (row - torch.arange(tokens, device=query.device)).abs() <= case.window
-
-                def attend(q: Tensor, k: Tensor, v: Tensor, near: Tensor = near) -> Tensor:
-                    return (q @ k.mT * case.scale).masked_fill(~near, float("-inf")).softmax(-1) @ v
-
-                arguments = (query[first : first + rows], key, value)
-                what = f"output, batch {batch}, head {head}, rows from {first} on,"
-                mine = output[batch, head, first : first + rows]
-                require_as_accurate(what, mine, attend(*arguments), attend(*(x.double() for x in arguments)))
-
-
-def our_operations(case: Case, tokens: int, device: torch.device) -> dict[str, Callable[..., Tensor]]:
-    window, scale = case.window, case.scale
-    index = WindowIndex.build(tokens, window, device=device)
-
-    def in_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        probs = window_softmax(window_matmul(query, key.mT, window), window, scale=scale)
-        return unwindow_matmul(probs, value, window)
-
-    return {
-        "window_matmul": lambda query, key: window_matmul(query, key.mT, window),
-        "window_softmax": lambda scores: window_softmax(scores, window, scale=scale),
-        "unwindow_matmul": lambda probs, value: unwindow_matmul(probs, value, window),
-        ATTENTION: lambda query, key, value: window_attention(query, key, value, index),
-        "attention in parts": in_parts,
-    }
-
-
-def their_meaning(case: Case) -> dict[str, Callable[..., Tensor]]:
-    """Our operations as `ds_sparse.reference` has them."""
-    window, scale = case.window, case.scale
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return reference.window_attention(query, key, value, (window,))
-
-    return {
-        "window_matmul": lambda query, key: reference.window_matmul(query, key.mT, window),
-        "window_softmax": lambda scores: reference.window_softmax(scores, (window,), scale),
-        "unwindow_matmul": lambda probs, value: reference.unwindow_matmul(probs, value, window),
-        ATTENTION: attention,
-        "attention in parts": attention,
-    }
-
-
-def ours(name: str) -> Build:
-    return lambda problem: Peer(problem.ours[name], problem.inputs[name], DENSE[name])
-
-
-def dense_scores(problem: Problem) -> Peer:
-    return Peer(lambda q, k: q @ k.mT, problem.inputs["window_matmul"], DENSE["window_matmul"])
-
-
-def dense_softmax(problem: Problem) -> Peer:
-    query, key = problem.inputs["window_matmul"]
-    return Peer(lambda x: (x * problem.case.scale).softmax(-1), (query @ key.mT,), DENSE["window_softmax"])
-
-
-def dense_values(problem: Problem) -> Peer:
-    query, key, value = problem.inputs[ATTENTION]
-    probs = (query @ key.mT * problem.case.scale).softmax(-1)
-    return Peer(torch.matmul, (probs, value), DENSE["unwindow_matmul"])
-
-
-def attention_by(make: Callable[[Problem], Callable[..., Tensor]]) -> Build:
-    return lambda problem: Peer(make(problem), problem.inputs[ATTENTION], DENSE_ATTENTION)
+    def pieces(self, head: int, peer: Peer) -> Iterator[Piece]:
+        tokens = self.case.seq_len
+        token, reach = torch.arange(tokens, device=self.device), tokens if peer.dense else self.case.window
+        for first in range(0, tokens, PART):
+            keys = slice(max(0, first - reach), first + PART + reach)
+            yield slice(first, first + PART), keys, (token[first : first + PART, None] - token[keys]).abs() <= reach
 
 
 def band_mask(problem: Problem) -> Callable[..., Tensor]:
@@ -233,26 +150,22 @@ def sliding_chunks(problem: Problem) -> Callable[..., Tensor]:
 
 def flex_attention(problem: Problem) -> Peer:
     """Compiled FlexAttention; on the CPU it has no backward."""
-    case = problem.case
+    window = problem.case.window
 
     def near(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (q - k).abs() <= case.window
+        return (q - k).abs() <= window
 
     flex.forget()
-    call = flex.compiled(flex.of_scores(near, 1, case.seq_len, problem.device))
-    no_backward = flex.ON_CPU if problem.device.type == "cpu" else ""
-    return Peer(call, problem.inputs[ATTENTION], DENSE_ATTENTION, no_backward=no_backward)
+    call = flex.compiled(flex.of_scores(near, 1, problem.case.seq_len, problem.device))
+    return Peer(call, beside=ATTENTION, no_backward=flex.ON_CPU if problem.device.type == "cpu" else "")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    add_sizes(parser, seq_len="1024,4096", heads="4")
+    add_sizes(parser, seq_len=[1024, 4096], heads=[4])
     parser.add_argument(
         "--window", type=listed(positive), default=[64, 256], help="tokens seen on each side (default: 64,256)"
     )
-    everybody = list(OTHERS)
-    add_peers(
-        parser, everybody, {"cpu": everybody, "cuda": everybody}, "; flex is compiled for each case", in_words="all"
-    )
+    add_peers(parser, OTHERS, list(OTHERS), "; flex is compiled for each case", in_words="all")
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -262,43 +175,38 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 def names(args: argparse.Namespace) -> list[str]:
     """Ours, what dense PyTorch has for the same job, and the peers."""
-    products = [name for ours in DENSE for name in (ours, DENSE[ours]) if DENSE[ours] != DENSE_ATTENTION]
-    return [*products, ATTENTION, "attention in parts", DENSE_ATTENTION, *(OTHERS[name] for name in args.peers)]
+    products = [name for ours, job in JOBS.items() for name in (ours, job) if job != ATTENTION]
+    attentions = [name for name, job in JOBS.items() if job == ATTENTION]
+    return [*products, *attentions, ATTENTION, *(OTHERS[name] for name in args.peers)]
 
 
 def lines(results: list[Result]) -> Iterator[str]:
     """Milliseconds, ratio to the dense counterpart, on a GPU ratio to the floor."""
     (result,) = results
     case = result.case
-    rounds = result.rows[0].rounds
-    yield f"{case.title}, B {case.batch}, H {case.heads}, D {case.head_dim}; medians of {rounds} rounds"
-
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return "-"
-        dense = "-" if row.to_dense is None else f"{row.to_dense:.3f}"
-        floor = f" {row.to_floor:8.2f}" if row.to_floor else ""
-        return f"{in_three_digits(row.milliseconds):>9} {dense:>8}{floor}"
-
-    heading = f"{'ms':>9} {'x dense':>8}" + f" {'x floor':>8}" * has_floors(results)
-    yield from columns(result, 20, heading, cell, DIRECTIONS)
-    yield from lacking_together(result)
+    yield f"{case.title}, B {case.batch}, H {case.heads}, D {case.head_dim}; medians of {result.rounds} rounds"
+    columns = [
+        milliseconds_in(9),
+        Column("x dense", 8, lambda row: "-" if row.to_dense is None else f"{row.to_dense:.3f}"),
+        Column("x floor", 8, lambda row: f"{row.to_floor:.2f}" if row.to_floor else ""),
+    ]
+    yield from table(result, 20, columns[: 3 if has_floors(results) else 2], DIRECTIONS)
+    yield from lacking(result)
 
 
 def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
     dtypes = [result.case.dtype for result in results]
-    start: dict[str, Callable[[Result], str]] = {
+    start: Columns = {
         "window, each side": lambda r: f"{r.case.window}{also(dtypes, r.case.dtype)}",
-        SHAPE: lambda r: f"{r.case.batch}, {r.case.heads}, {r.case.seq_len}, {r.case.head_dim}",
+        SHAPE: shape_of,
     }
-    names = {row.name: row.name for result in results for row in result.rows if row.dense == DENSE_ATTENTION}
-    others = {name: name for name in names if name not in (ATTENTION, "attention in parts")}
-    products = {name: (dense,) for name, dense in DENSE.items() if dense != DENSE_ATTENTION}
+    mine: Columns = {"`window_attention`, ms": in_ms("window_attention", DIRECTIONS)}
+    found = (row.name for result in results for row in result.rows if row.dense == ATTENTION)
+    others = {name: name for name in found if name not in JOBS}
+    jobs = {name: (JOBS[name],) for name in ("window_matmul", "unwindow_matmul", "window_softmax")}
     return {
-        "attention": beside_operation(start, results, ATTENTION, others, DIRECTIONS),
-        "products": operations(
-            start, results, ["window_matmul", "unwindow_matmul", "window_softmax"], products, DIRECTIONS
-        ),
+        "attention": beside({**start, **mine}, results, "window_attention", others, DIRECTIONS),
+        "products": page(start, results, list(jobs), jobs, DIRECTIONS),
     }
 
 
@@ -309,24 +217,22 @@ OPERATION = Operation(
     case=Case,
     problem=Problem,
     peers={
-        **{name: ours(name) for name in DENSE},
-        DENSE["window_matmul"]: dense_scores,
-        DENSE["window_softmax"]: dense_softmax,
-        DENSE["unwindow_matmul"]: dense_values,
-        DENSE_ATTENTION: attention_by(lambda problem: scaled_dot_product_attention),
+        **ours(JOBS),
+        **{job: dense(job) for job in (SCORES, SOFTMAX, VALUES)},
+        ATTENTION: sdpa,
         OTHERS["sdpa-mask"]: attention_by(band_mask),
         OTHERS["chunks"]: attention_by(sliding_chunks),
         OTHERS["flex"]: flex_attention,
     },
-    ours=tuple(DENSE),
+    ours=tuple(JOBS),
     options=options,
     cases=cases,
     names=names,
-    numbers=lambda problem, peer, row, medians: over_floor(row, problem.size, problem.dtype, problem.device),
+    numbers=over_floor,
     lines=lines,
     pages=pages,
     key="name",
-    fields=("dense", "to_dense", "floor_ms", "to_floor", "bound"),
+    fields=FIELDS,
     directions=DIRECTIONS,
     rates=True,
 )

@@ -6,12 +6,13 @@ import torch
 
 from ds_sparse.bench import attention, run
 from ds_sparse.bench.cases import Case
-from ds_sparse.bench.floors import Ceilings, Size
-from ds_sparse.bench.machine import BACKWARD, FORWARD, TRAIN
+from ds_sparse.bench.floors import Ceilings
+from ds_sparse.bench.machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN
 from ds_sparse.bench.reasons import Unsupported
-from ds_sparse.bench.registry import Density, Result, Row
+from ds_sparse.bench.runs import Density, Result, Row
 from ds_sparse.cli import main
 
+CPU = torch.device("cpu")
 CASE = Case("toy", "random", 16, 2, 2, 128, 16, {"density": 0.4}, "fp32")
 
 
@@ -49,18 +50,19 @@ def test_half_precision_is_held_to_what_plain_pytorch_reaches(measure, dtype):
 
 def test_floors_of_a_gpu_come_from_its_ceilings(monkeypatch):
     """At 1 byte a millisecond: four operands forward, eight backward; L2 is as fast and brings keys and values."""
-    layout, operand = torch.ones(1, 8, 8, dtype=torch.bool), 2 * 2 * 128 * 16 * 2
-    size = Size.of(layout, 16, batch=2, heads=2, head_dim=16, itemsize=2)
+    problem = attention.Problem(dataclasses.replace(CASE, options={"density": 1.1}), CPU, Namespace())
+    problem.device, operand = torch.device("cuda"), 2 * 2 * 128 * 16 * 4
 
     def floors(l2_rate):
         ceilings = Ceilings(bytes_per_ms=1, flops_per_ms=1e12, l2_bytes_per_ms=l2_rate)
         monkeypatch.setattr(Ceilings, "measure", lambda *_: ceilings)
-        return attention.floors_of(size, torch.device("cuda"), torch.bfloat16, {})
+        numbers = (attention.numbers_of(problem, None, Row("", way), {}) for way in DIRECTIONS)
+        return zip(*((found["floor_ms"], found["l2_floor_ms"]) for found in numbers))
 
     by_memory, by_l2 = floors(l2_rate=1)
-    assert by_memory == {FORWARD: 4 * operand, BACKWARD: 8 * operand, TRAIN: 12 * operand}
-    assert by_l2 == {FORWARD: 2 * operand, BACKWARD: 2 * operand}
-    assert floors(l2_rate=None) == (by_memory, {})
+    assert by_memory == (4 * operand, 8 * operand, 12 * operand)
+    assert by_l2 == (2 * operand, 2 * operand, None)
+    assert list(floors(l2_rate=None)) == [by_memory, (None,) * 3]
 
 
 def test_the_summary_names_the_fastest_of_the_others():

@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from ds_sparse.bench import OPERATIONS, cases, layouts, matmul, packed, tokens, window
-from ds_sparse.bench.registry import Density, Result, Row, operation
-from ds_sparse.bench.runs import WIDTH
+from ds_sparse.bench.registry import operation
+from ds_sparse.bench.runs import WIDTH, Density, Result, Row
 from ds_sparse.cli import main
 
 WIDEST = (1.23e-5, 0.123, 123.4, 98765.4)

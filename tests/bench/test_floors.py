@@ -1,13 +1,21 @@
+import dataclasses
 import sys
 
 import pytest
 import torch
 
 from ds_sparse.bench import floors
-from ds_sparse.bench.floors import Ceilings, Size, Work, bytes_of_gathers, operation_floor, tokens_loaded
+from ds_sparse.bench.cases import Case
+from ds_sparse.bench.floors import Ceilings, Size, Work, operation_floor, tokens_loaded
 from ds_sparse.bench.machine import BACKWARD, FORWARD, TRAIN
 
 SIZE = Size(batch=1, heads=1, seq_len=128, head_dim=16, density=0.25, itemsize=4)
+
+
+def size_of(layout, batch, heads, head_dim, itemsize):
+    """The size of a case with blocks of 32."""
+    case = Case("", "random", 32, batch, heads, 32 * layout.shape[1], head_dim, dtype="fp32")
+    return dataclasses.replace(Size.of(case, layout), itemsize=itemsize)
 
 
 def test_floors_of_the_operations_are_the_bytes_and_flops_of_live_blocks():
@@ -36,7 +44,7 @@ def test_floors_of_the_operations_are_the_bytes_and_flops_of_live_blocks():
 def test_products_bring_from_l2_what_their_tiles_ask_for(job, forward, backward):
     layout = torch.zeros(1, 8, 8, dtype=torch.bool)
     layout[0, [0, 2], 3] = layout[0, [1, 3], 4] = layout[0, [4, 5], 7] = True
-    size = Size.of(layout, 32, batch=1, heads=1, head_dim=16, itemsize=1)
+    size = size_of(layout, batch=1, heads=1, head_dim=16, itemsize=1)
     from_l2 = Ceilings(bytes_per_ms=1e12, flops_per_ms=1e12, l2_bytes_per_ms=1)
     assert operation_floor(from_l2, size, job, FORWARD) == (sum(forward), "L2")
     assert operation_floor(from_l2, size, job, BACKWARD) == (sum(backward), "L2")
@@ -62,7 +70,7 @@ def test_neighbouring_rows_load_from_l2_what_one_of_them_wants():
     layout = torch.zeros(2, 8, 8, dtype=torch.bool)
     layout[0, 0:4, 5] = True  # one block column, shared by a tile's rows
     layout[1, [3, 4], [1, 2]] = True  # two rows on either side of the tiles' edge
-    size = Size.of(layout, 32, batch=3, heads=2, head_dim=16, itemsize=2)
+    size = size_of(layout, batch=3, heads=2, head_dim=16, itemsize=2)
     assert (size.seq_len, size.density) == (256, 6 / 128)
     row = 2 * 16 * 2  # bytes of a key and a value
     assert size.attention(FORWARD).l2_bytes == 3 * (1 + 2) * 32 * row
@@ -71,7 +79,7 @@ def test_neighbouring_rows_load_from_l2_what_one_of_them_wants():
 
 def test_heads_that_share_a_layout_load_it_each_and_a_short_last_tile_counts():
     layout = torch.eye(5, dtype=torch.bool)[None]  # blocks of 32: tiles of 4 rows and of 1
-    size = Size.of(layout, 32, batch=1, heads=6, head_dim=8, itemsize=2)
+    size = size_of(layout, batch=1, heads=6, head_dim=8, itemsize=2)
     assert size.attention(FORWARD).l2_bytes == 6 * 5 * 32 * 2 * 8 * 2
 
 
@@ -79,12 +87,6 @@ def test_blocks_larger_than_a_tile_are_loaded_by_each_tile():
     layout = torch.eye(3, dtype=torch.bool)[None]
     assert tokens_loaded(layout, 128) == 3 * 128
     assert tokens_loaded(layout, 256) == 2 * 3 * 256
-
-
-def test_pairs_bring_their_rows_each_time():
-    assert bytes_of_gathers(pairs=10, heads=3, head_dim=64, itemsize=2, direction=FORWARD) == 3 * 10 * 2 * 128
-    backward, both = (bytes_of_gathers(10, 3, 64, 2, direction) for direction in (BACKWARD, TRAIN))
-    assert (backward, both) == (3 * 10 * 4 * 128, 3 * 10 * 6 * 128)
 
 
 def test_without_triton_reads_from_l2_are_not_measured(monkeypatch):

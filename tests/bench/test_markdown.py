@@ -8,8 +8,8 @@ from helpers import cells
 from ds_sparse.bench import markdown, matmul, packed, tokens, window
 from ds_sparse.bench.cases import Case
 from ds_sparse.bench.machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN
-from ds_sparse.bench.registry import Density, Result, Row, operation
-from ds_sparse.bench.runs import Run, record
+from ds_sparse.bench.registry import operation
+from ds_sparse.bench.runs import Density, Result, Row, Run
 from ds_sparse.cli import main
 
 CONDITIONS = {"machine": "a GPU", "driver": "580", "torch": "2.13", "commit": "abc", "date": "2026-11-23"}
@@ -184,7 +184,7 @@ def test_show_puts_runs_of_an_operation_into_one_table(tmp_path, capsys):
     paths = []
     for i, result in enumerate(RESULTS["tokens"]):
         paths.append(str(tmp_path / f"{i}.json"))
-        Run("tokens", ["--repeats", str(i + 1)], CONDITIONS).add(record(tokens.OPERATION, result), paths[-1])
+        Run("tokens", ["--repeats", str(i + 1)], CONDITIONS).add(tokens.OPERATION.record(result), paths[-1])
     assert main(["bench", "show", "--markdown", *paths]) == 0
     printed = capsys.readouterr().out
     assert [row[0] for row in cells(printed)] == ["90 %", "99 %"]

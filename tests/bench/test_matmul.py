@@ -9,7 +9,7 @@ from ds_sparse.bench.bsr import bsr_operations
 from ds_sparse.bench.layouts import LAYOUTS, make_layout
 from ds_sparse.bench.machine import DIRECTIONS, FORWARD, TRAIN
 from ds_sparse.bench.reasons import Unsupported
-from ds_sparse.bench.registry import Density, Result, Row
+from ds_sparse.bench.runs import Density, Result, Row
 from ds_sparse.cli import main
 from ds_sparse.layout import density
 
@@ -24,7 +24,7 @@ def outputs(operation, problem):
     for name, build in operation.peers.items():
         if not name.startswith("torch.sparse"):
             peer = build(problem)
-            found[name] = peer.call(*peer.inputs)
+            found[name] = peer.call(*(problem.inputs if peer.inputs is None else peer.inputs))
     return found
 
 
@@ -65,7 +65,7 @@ def test_a_wrong_peer_of_windows_is_named(measure, monkeypatch):
 
     monkeypatch.setitem(window.OPERATION.peers, "sliding chunks", other_window)
     result = measure(window.OPERATION, window.Case(128, 8, "fp32", heads=2), ["SDPA dense", "sliding chunks"])
-    assert {row.reason.partition(", rows")[0] for row in result.rows if row.name == "sliding chunks"} == {
+    assert {row.reason.partition(" has")[0] for row in result.rows if row.name == "sliding chunks"} == {
         "output, batch 0, head 0"
     }
 
@@ -88,14 +88,15 @@ def test_of_torch_sparse_the_call_that_is_timed_is_verified(measure, monkeypatch
         return {name: spoiled(call) for name, call in matmul.our_operations(layout, block, 16).items()}
 
     monkeypatch.setattr(matmul, "bsr_operations", operations)
-    names = [*matmul.DENSE, *matmul.DENSE.values(), *(f"torch.sparse {name}" for name in matmul.DENSE)]
+    names = [*matmul.JOBS, *matmul.JOBS.values(), *(f"torch.sparse {name}" for name in matmul.JOBS)]
     result = measure(matmul.OPERATION, case, names)
-    for name in matmul.DENSE:
+    for name in matmul.JOBS:
         reasons = [row.reason for row in result.rows if row.name == f"torch.sparse {name}"]
         if wrong is None:
             assert reasons == ["", *["torch.sparse's block-sparse operations are forward only"] * 2]
         else:
-            assert {reason.partition(" has")[0] for reason in reasons} == {f"output, part {[1, 2][wrong]} of 2,"}
+            places = ("batch 0, head 0", "batch 2, head 1") if name == "attention" else ("part 1 of 2,", "part 2 of 2,")
+            assert {reason.partition(" has")[0] for reason in reasons} == {f"output, {places[wrong]}"}
 
 
 def test_torch_sparse_is_named_with_the_reason(measure):

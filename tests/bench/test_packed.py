@@ -54,20 +54,21 @@ def problem_of(case):
 
 
 def test_live_scores_are_those_of_the_masks(case):
-    layout = case.layout()
-    total = sum(int(case.mask(layout, length, CPU).sum()) for length in case.lengths)
-    assert case.live_scores(layout, case.lengths) == total
+    problem = problem_of(case)
+    total = sum(int(case.mask(problem.layout, length, CPU).sum()) for length in case.lengths)
+    assert problem.live_scores(case.lengths) == total
 
 
 def test_numbers_are_ratios_of_the_times_of_what_was_verified(case, measure):
     result = measure(OPERATION, case, NAMES)
     alike = len(set(case.lengths)) == 1
     assert {row.name for row in result.rows if row.reason} == ({"padded"} if alike else set())
-    layout, (batch, tokens) = case.layout(), case.unpacked(case.layout())
-    scores = case.live_scores(layout, case.lengths)
+    problem = problem_of(case)
+    batch, tokens = problem.unpacked
+    scores = problem.live_scores(case.lengths)
     for way in packed.DIRECTIONS:
         ours, unpacked = result.row("ds_sparse", way), result.row("unpacked", way)
-        rate = batch * case.live_scores(layout, [tokens]) / unpacked.milliseconds
+        rate = batch * problem.live_scores([tokens]) / unpacked.milliseconds
         assert unpacked.of_unpacked == 1 and unpacked.to_ours is None
         assert unpacked.tokens_per_second == pytest.approx(batch * tokens / unpacked.milliseconds * 1e3)
         for row in (ours, result.row("sdpa-mask", way)):
@@ -100,11 +101,11 @@ def test_partial_blocks_are_what_rounding_up_costs(measure, monkeypatch):
 
 def test_a_plain_batch_beside_other_lengths_has_as_many_scores_a_token(monkeypatch):
     monkeypatch.setattr(packed, "corpus_lengths", lambda tokens: [[100] * 30 + [1000] * 3])
-    case = Case("", None, "longformer", 16, False, 6000, 1, 16)
-    layout = case.layout()
-    _, tokens = case.unpacked(layout)
-    wanted = case.live_scores(layout, case.lengths) / 6000
-    found, shorter, longer = (case.live_scores(layout, [n]) / n for n in (tokens, tokens - 16, tokens + 16))
+    case = Case("", None, "longformer", 16, False, 6000, 1, 16, "fp32")
+    problem = problem_of(case)
+    _, tokens = problem.unpacked
+    wanted = problem.live_scores(case.lengths) / 6000
+    found, shorter, longer = (problem.live_scores([n]) / n for n in (tokens, tokens - 16, tokens + 16))
     assert 100 < tokens < 1000 and tokens % 16 == 0
     assert abs(found - wanted) <= min(abs(shorter - wanted), abs(longer - wanted))
 

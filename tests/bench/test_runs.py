@@ -8,8 +8,7 @@ import pytest
 from ds_sparse.bench import runs, window
 from ds_sparse.bench.floors import Ceilings
 from ds_sparse.bench.machine import FORWARD, TRAIN
-from ds_sparse.bench.registry import Density, Result, Row
-from ds_sparse.bench.runs import WIDTH, Run
+from ds_sparse.bench.runs import WIDTH, Density, Result, Row, Run
 from ds_sparse.cli import main
 
 CONDITIONS = {"machine": "a GPU", "driver": "580", "torch": "2.13", "commit": "abc", "date": "2026-11-23"}
@@ -51,15 +50,15 @@ def test_the_file_is_no_part_of_the_command(written):
 def test_results_come_back_from_their_rows():
     rows = [ROW, dataclasses.replace(ROW, direction=TRAIN, milliseconds=None, reason="forward only")]
     results = [Result(window.Case(64, reach, "fp32"), Density(0.2), rows) for reach in (8, 16)]
-    written = [row for result in results for row in runs.record(window.OPERATION, result)]
-    assert runs.restore(window.OPERATION, json.loads(json.dumps(written))) == results
+    written = [row for result in results for row in window.OPERATION.record(result)]
+    assert window.OPERATION.restore(json.loads(json.dumps(written))) == results
     for row, sentence in (
         ({name: x for name, x in written[0].items() if name != "name"}, "name of a row: Field required"),
         (written[0] | {"milliseconds": "long"}, "milliseconds of a row: Input should be a valid number"),
         (written[0] | {"window": None}, "window of a case: Input should be a valid integer"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            runs.restore(window.OPERATION, [row])
+            window.OPERATION.restore([row])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def written(tmp_path):
         rows = [ROW, dataclasses.replace(ROW, direction=TRAIN)]
         run = Run("window", ["--window", name], CONDITIONS)
         result = Result(window.Case(64, 8, "fp32"), Density(0.2), rows)
-        run.add(runs.record(window.OPERATION, result), str(tmp_path / f"{name}.json"))
+        run.add(window.OPERATION.record(result), str(tmp_path / f"{name}.json"))
         return tmp_path / f"{name}.json"
 
     return write

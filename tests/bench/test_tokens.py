@@ -7,7 +7,7 @@ import torch
 from ds_sparse.bench import tokens
 from ds_sparse.bench.machine import FORWARD, TRAIN
 from ds_sparse.bench.reasons import Unsupported
-from ds_sparse.bench.registry import Result, Row
+from ds_sparse.bench.runs import Result, Row
 
 CPU = torch.device("cpu")
 CASE = tokens.Case(seq_len=96, d_model=32, heads=2, sparsity=0.9)
