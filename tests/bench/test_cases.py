@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_sparse.bench import documents
-from ds_sparse.bench.cases import BREAK_EVEN, GROWTH, TABLE
+from ds_sparse.bench.cases import BREAK_EVEN, TABLE
 from ds_sparse.bench.floors import Ceilings, Size
 from ds_sparse.bench.machine import BACKWARD, FORWARD
 from ds_sparse.layout import density
@@ -43,24 +43,6 @@ def test_random_layouts_have_their_density_and_are_the_same_again():
     assert layout.shape == (16, 128, 128)
     assert (layout == CASES["random-64"].layout()).all()
     assert (layout[0] != layout[1]).any()
-
-
-def test_every_case_has_a_name_of_its_own():
-    assert len(CASES) == len(TABLE)
-
-
-def test_growth_doubles_the_tokens_at_the_same_live_blocks_a_row():
-    lengths = [case.seq_len for case in GROWTH]
-    assert lengths == [2**k for k in (13, 14, 15, 16, 17, 20)]
-    first, second = (case.layout() for case in GROWTH[:2])
-    assert second.sum().item() == pytest.approx(2 * first.sum().item(), rel=0.02)
-
-
-def test_break_even_has_nine_densities_for_each_block():
-    assert {case.block for case in BREAK_EVEN} == {16, 32, 64, 128}
-    for block in (16, 32, 64, 128):
-        tenths = [round(10 * case.options["density"]) for case in BREAK_EVEN if case.block == block]
-        assert tenths == list(range(1, 10))
 
 
 @pytest.mark.parametrize(("tokens", "length", "lengths"), [(96, 32, [32] * 3), (100, 33, [33, 33, 33, 1]), (5, 9, [5])])

@@ -1,13 +1,8 @@
 """The command lines of `ds_sparse bench`: the same options for the same things, and what is printed fits."""
 
-import dataclasses
-import itertools
-
 import pytest
 
-from ds_sparse.bench import OPERATIONS, cases, layouts, matmul, packed, tokens, window
-from ds_sparse.bench.registry import operation
-from ds_sparse.bench.runs import WIDTH, Density, Result, Row
+from ds_sparse.bench import OPERATIONS
 from ds_sparse.cli import main
 
 WIDEST = (1.23e-5, 0.123, 123.4, 98765.4)
@@ -57,44 +52,3 @@ def test_a_wrong_value_is_a_sentence(capsys, line, sentence):
 def test_a_case_that_is_not_there_is_a_sentence(capsys, name, first):
     assert main(["bench", name, "--cases", "nothing-*"]) == 1
     assert f"--cases nothing-*: none of {first}, " in capsys.readouterr().err
-
-
-def results(name, number):
-    """The widest case of an operation, where every number of every peer is one."""
-    found = {
-        "attention": [
-            (
-                dataclasses.replace(cases.TABLE[0], name=max((x.small().name for x in cases.TABLE), key=len)),
-                Density(0.25),
-            )
-        ],
-        "matmul": [(matmul.Case(max(layouts.LAYOUTS, key=len), 128, "bf16", 64, 12, 1 << 20, 128), Density(0.25))],
-        "window": [(window.Case(1 << 20, 65536, "bf16", 128, 128, 128), Density(0.25))],
-        "packed": [
-            (case.small(), packed.About(99999, 1, 1 << 20, 99999, 1 << 20, 0.5, 1.0, number, 0.5))
-            for case in packed.TABLE
-        ],
-        "tokens": [
-            (tokens.Case(1 << 20, 768, 12, sparsity), tokens.Pairs(1 << 38))
-            for sparsity in (0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 0.9999)
-        ],
-    }[name]
-    names = [x for x in operation(name).peers if not x.startswith("torch.sparse ")]
-    rows = [
-        Row(
-            peer, way, number, "", number, number, max(number, 0.5), number, None, "FLOPs", 1234.5, 1e3 * number, number
-        )
-        for peer, way in itertools.product(names, operation(name).directions)
-    ]  # fmt: skip
-    return [Result(case, about, rows) for case, about in found]
-
-
-@pytest.mark.parametrize("number", WIDEST)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_tables_fit(name, number):
-    made, entry = results(name, number), operation(name)
-    tables = [entry.lines(made)] if name == "tokens" else [entry.lines([result]) for result in made]
-    options = type("Options", (), {"break_even": False, "growth": name == "attention"})
-    for lines in [*tables, *entry.summary(made, options)]:
-        # Sentences are wrapped; tables stand.
-        assert max(len(line) for line in lines if ": " not in line and not line.startswith("beats")) <= WIDTH

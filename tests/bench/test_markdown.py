@@ -1,173 +1,96 @@
-"""Tables for pages: they are well-formed, and say what the rows say."""
+"""Tables for pages, of committed results; what is printed of these, tests/benchmarks holds."""
 
-import argparse
+from pathlib import Path
 
 import pytest
-from helpers import cells
 
-from ds_sparse.bench import markdown, matmul, packed, tokens, window
-from ds_sparse.bench.cases import Case
-from ds_sparse.bench.machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN
-from ds_sparse.bench.registry import operation
-from ds_sparse.bench.runs import Density, Result, Row, Run
+from ds_sparse.bench import markdown
+from ds_sparse.bench.runs import Run
 from ds_sparse.cli import main
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CONDITIONS = {"machine": "a GPU", "driver": "580", "torch": "2.13", "commit": "abc", "date": "2026-11-23"}
-ALONE = argparse.Namespace(break_even=False, growth=False)
 
-
-def attention_result(block, density, dense, seq_len=1024, ms=1.0):
-    """Forward in `ms`, backward in twice that, the dense peer in `dense` times that."""
-    times = {FORWARD: ms, BACKWARD: 2 * ms, TRAIN: 3 * ms}
-    rows = [
-        Row(peer, way, factor * time, to_ours=factor, tflops=100 / time, rounds=3)
-        for peer, factor in (("ds_sparse", 1), ("cudnn", dense))
-        for way, time in times.items()
-    ]
-    rows.append(Row("vsa", FORWARD, reason="blocks of 64 only"))
-    return Result(Case("", "random", block, 2, 4, seq_len, 64, {"density": density}, "bf16"), Density(density), rows)
-
-
-def operation_rows(names, ours, dense, to_floor=None, ways=DIRECTIONS):
-    """Ours in 1 ms, each dense one in `dense`, in all directions."""
-    rows = [Row(ours, way, 1.0, names[0], 1 / dense, to_floor=to_floor, bound="copy", rounds=3) for way in ways]
-    return rows + [Row(name, way, dense, names[0], 1.0, rounds=3) for name in names for way in ways]
-
-
-def packed_result(name, length, ms, others):
-    """Ours in `ms`, at 90 % of the rate without documents, of which partial blocks leave 96 %."""
-    about = packed.About(40, 7, length or 5000, 16, 2048, 0.72, 0.75, 0.5, 0.96)
-    rows = [
-        Row(peer, way, ms * factor, to_ours=factor, tokens_per_second=2e7, of_unpacked=0.9 / factor, rounds=3)
-        for peer, factor in {"ds_sparse": 1, "unpacked": 0.9, **others}.items()
-        for way in packed.DIRECTIONS
-    ]
-    rows += [Row("fa4-varlen", way, reason="not installed") for way in packed.DIRECTIONS]
-    return Result(packed.Case(name, length, "bigbird", 64, True, 32768, 12, 64, "bf16"), about, rows)
-
-
-RESULTS = {
-    "packed": [
-        packed_result("equal", 512, 0.5, {"flex": 4.0}),
-        packed_result("corpus", None, 1.0, {"padded": 2.0, "flex": 6.0}),
+RUNS = {
+    "attention-cpu": [
+        "| fixed, block 16, 27 % | 1, 4, 2048, 64, bf16 | 4.51 / 15.3 | 0.26 / 0.192 | 6.2 / 3.5 | 22 / - |",
+        "- `flex` takes 1.60 to 34 times as long forward as `ds_sparse`.",
     ],
-    "attention": [attention_result(16, 0.05, 3.5), attention_result(64, 0.25, 1.25)],
-    "matmul": [
-        Result(
-            matmul.Case("fixed", 16, "bf16"),
-            Density(0.25),
-            [
-                *operation_rows(["dense q @ k^T"], "sdd", 2.5, to_floor=1.25),
-                *operation_rows(["SDPA dense", "SDPA bool mask"], "attention", 4.0),
-            ],
-        )
+    "attention-break-even-h200": [
+        "| 16 | 0.41 | above 0.90 | above 0.90 |",
     ],
-    "window": [
-        Result(
-            window.Case(4096, 64, "bf16"),
-            Density(0.03),
-            [
-                *operation_rows(["SDPA dense", "FlexAttention"], "window_attention", 8.0, ways=window.DIRECTIONS),
-                *operation_rows(["dense q @ k^T"], "window_matmul", 20.0, 1.6, window.DIRECTIONS),
-            ],
-        )
+    "attention-growth-h200": [
+        "| 16,384 | 4, 16, 64 | 0.433 / 1.24 / 1.68 | 1.89 / 1.95 / 1.94 |",
+        (
+            "- Twice the tokens take 1.89 to 2.1 times as long forward, 1.95 to 2.2 times as long backward, "
+            "1.94 to 2.1 times as long forward+backward as half of them."
+        ),
     ],
-    "tokens": [
-        Result(
-            tokens.Case(1000, 128, 2, sparsity),
-            tokens.Pairs(pairs),
-            [
-                Row(step, way, ms)
-                for step, ms in (("sparse_attn", 1.0), ("sdpa", ms), ("gather", 9.0))
-                for way in tokens.DIRECTIONS
-            ],
-        )
-        for sparsity, pairs, ms in ((0.9, 100_000, 2.0), (0.99, 10_000, 0.5))
+    "matmul-h200": [
+        (
+            "| bslongformer-9, block 16, 4.3 % | 0.0388 / 0.0821 (72 / 68 %) | 0.0406 / 0.0556 (79 / 87 %) "
+            "| 0.0414 / 0.0820 (68 / 68 %) | 0.0420 / 0.0985 (66 / 57 %) |"
+        ),
+        "- `torch.sparse sdd` takes 1.17 to 14 times as long forward as `sdd`.",
+    ],
+    "matmul-cpu": [
+        "| fixed, block 64, 34 %, fp32 | 12.0 / 27.8 | 7.51 / 13.2 | 14.1 / 24.3 | 14.4 / 26.9 |",
+        (
+            "- SDPA bool mask takes 1.81 to 22 times as long forward, 1.81 to 28 times as long "
+            "forward+backward as `attention`."
+        ),
+    ],
+    "window-cpu": [
+        "| 64, fp32 | 1, 4, 1024, 64 | 1.59 / 4.52 | 4.3 / 5.8 | 7.9 / 9.1 | 1.68 / 1.98 | 2.5 / - |",
+        (
+            "- sliding chunks takes 1.68 to 6.8 times as long forward, 1.98 to 4.7 times as long "
+            "forward+backward as `window_attention`."
+        ),
+        "| 64, fp32 | 1, 4, 4096, 64 | 2.52 / 6.42 | 2.45 / 6.50 | 1.09 / 2.08 |",
+    ],
+    "packed-h200": [
+        (
+            "| bigbird, block 64 | 9 of 24 to 4,093 | 12, 32,768, 64 | 0.177 / 0.666 | 185 / 49.2 | 8 x "
+            "4,093 | 99 % / 98 % | 100 % | 99 % / 98 % | 1.09 / 1.09 | 5.53 |"
+        ),
+        (
+            "- The padded batch takes 1.09 to 6.1 times as long forward, 1.09 to 5.7 times as long "
+            "forward+backward as packed documents."
+        ),
+        ("- `flex` takes 1.72 to 20 times as long forward, 1.64 to 13 times as long forward+backward as `ds_sparse`."),
+        (
+            "| window 128, causal | 54 of 28 to 4,725 | 12, 32,768, 64 | 0.0871 / 0.358 | 2.7 / 2.9 | 1.92 "
+            "/ 2.1 | 2.2 / 1.93 |"
+        ),
+    ],
+    "tokens-4k-cpu": [
+        "| 1, 1, 4096, 64, random | 90 % | 10.1 / 42.1 | 55.5 / 500 | 33.9 / 187 | 98.8 / - |",
+        "- `C++ loop` takes 7.8 to 12 times as long forward as `sparse_attn`.",
     ],
 }
+"""Some lines of the tables of a run: a case of each, and notes."""
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "note"),
-    [
-        (
-            "attention",
-            [
-                ["random, block 16, 5.0 %", "1.00 / 2.00", "100 / 50", "3.5 / 3.5", ""],
-                ["random, block 64, 25 %", "1.00 / 2.00", "100 / 50", "1.25 / 1.25", ""],
-            ],
-            "- `cudnn` takes 1.25 to 3.5 times as long forward, 1.25 to 3.5 times as long backward as `ds_sparse`.",
-        ),
-        (
-            "matmul",
-            [
-                ["fixed, block 16, 25 %", "1, 12, 2048, 64", "1.00 / 1.00 (80 / 80 %)"],
-                ["fixed, block 16, 25 %", "1, 12, 2048, 64", "1.00 / 1.00", "4.0 / 4.0", "4.0 / 4.0", ""],
-            ],
-            "- `dense q @ k^T` takes 2.5 times as long forward, 2.5 times as long backward as `sdd`.",
-        ),
-        (
-            "window",
-            [
-                ["64", "1, 4, 4096, 64", "1.00 / 1.00", "8.0 / 8.0", "8.0 / 8.0"],
-                ["64", "1, 4, 4096, 64", "1.00 / 1.00 (62 / 62 %)", "", ""],
-            ],
-            "- `dense q @ k^T` takes 20 times as long forward, 20 times as long forward+backward as `window_matmul`.",
-        ),
-        (
-            "tokens",
-            [
-                ["90 %", "1.00 / 1.00", "2.00 / 2.00"],
-                ["99 %", "1.00 / 1.00", "0.500 / 0.500"],
-            ],
-            "- `sdpa` takes 0.50 to 2.0 times as long forward, 0.50 to 2.0 times as long forward+backward as "
-            "`sparse_attn`.",
-        ),
-        (
-            "packed",
-            [
-                [
-                    *("bigbird, block 64, causal", "40 of 7 to 512", "12, 32,768, 64", "0.500 / 0.500", "20.0 / 20.0"),
-                    *("16 x 2,048", "90 % / 90 %", "96 %", "94 % / 94 %", "", "0.500"),
-                ],
-                [
-                    *("bigbird, block 64, causal", "40 of 7 to 5,000", "12, 32,768, 64", "1.00 / 1.00", "20.0 / 20.0"),
-                    *("16 x 2,048", "90 % / 90 %", "96 %", "94 % / 94 %", "2.0 / 2.0", "0.500"),
-                ],
-                ["bigbird, block 64, causal", "40 of 7 to 512", "12, 32,768, 64", "0.500 / 0.500", "4.0 / 4.0"],
-                ["bigbird, block 64, causal", "40 of 7 to 5,000", "12, 32,768, 64", "1.00 / 1.00", "6.0 / 6.0"],
-            ],
-            "- `flex` takes 4.0 to 6.0 times as long forward, 4.0 to 6.0 times as long forward+backward as "
-            "`ds_sparse`.",
-        ),
-    ],
-)  # fmt: skip
-def test_tables_say_what_the_rows_say(name, rows, note):
-    tables = operation(name).tables(RESULTS[name], ALONE)
-    text = "\n\n".join(table.in_markdown() for table in tables.values())
-    assert cells(text) == rows
-    assert note in text.splitlines() or not note
+@pytest.fixture
+def shown(capsys):
+    """shown(*names): the tables of committed runs."""
+
+    def show(*names):
+        assert main(["bench", "show", "--markdown", *(str(RESULTS / f"{name}.json") for name in names)]) == 0
+        return capsys.readouterr().out
+
+    return show
 
 
-def test_a_shape_that_all_rows_have_is_said_once():
-    same, other = RESULTS["attention"], attention_result(16, 0.05, 3.5, 2048)
-    texts = [operation("attention").tables(results, ALONE)["cases"].in_markdown() for results in (same, [*same, other])]
-    assert texts[0].startswith("| layout, density | ms |")
-    assert "Numbers with a slash are forward / backward. B, H, T, D are 2, 4, 1024, 64." in texts[0].splitlines()
-    assert texts[1].startswith("| layout, density | B, H, T, D | ms |") and "are 2, 4" not in texts[1]
+@pytest.mark.parametrize("name", RUNS)
+def test_tables_say_what_the_rows_say(shown, name):
+    assert set(RUNS[name]) <= set(shown(name).splitlines())
 
 
-def test_break_even_and_growth_have_tables_of_their_own():
-    crossed = [attention_result(16, density, dense) for density, dense in ((0.1, 4.0), (0.5, 0.25))]
-    options = argparse.Namespace(break_even=True, growth=False, device="cuda")
-    (table,) = operation("attention").tables(crossed, options).values()
-    assert cells(table.in_markdown()) == [["16", "0.30", "0.30", "0.30"]]
-    longer = [attention_result(16, 0.1, 1.0, tokens, ms) for tokens, ms in ((1024, 1.0), (2048, 2.1))]
-    (table,) = operation("attention").tables(longer, argparse.Namespace(break_even=False, growth=True)).values()
-    assert cells(table.in_markdown()) == [
-        ["1,024", "2, 4, 64", "1.00 / 2.00 / 3.00", ""],
-        ["2,048", "2, 4, 64", "2.10 / 4.20 / 6.30", "2.10 / 2.10 / 2.10"],
-    ]
+def test_a_shape_that_all_rows_have_is_said_once(shown):
+    one, several = shown("window-16k-h200"), shown("window-16k-h200", "window-h200")
+    assert "Numbers with a slash are forward / forward+backward. B, H, T, D are 1, 12, 16384, 64." in one.splitlines()
+    assert "| B, H, T, D |" in several and "B, H, T, D are" not in several
 
 
 def test_sources_name_machine_commit_day_and_commands():
@@ -178,17 +101,3 @@ def test_sources_name_machine_commit_day_and_commands():
         "`ds_sparse bench tokens` ([printed](c))",
         "a GPU, driver 580, torch 2.13, commit def, 2026-11-23: `ds_sparse bench window` ([printed](b))",
     ]
-
-
-def test_show_puts_runs_of_an_operation_into_one_table(tmp_path, capsys):
-    paths = []
-    for i, result in enumerate(RESULTS["tokens"]):
-        paths.append(str(tmp_path / f"{i}.json"))
-        Run("tokens", ["--repeats", str(i + 1)], CONDITIONS).add(tokens.OPERATION.record(result), paths[-1])
-    assert main(["bench", "show", "--markdown", *paths]) == 0
-    printed = capsys.readouterr().out
-    assert [row[0] for row in cells(printed)] == ["90 %", "99 %"]
-    assert printed.splitlines()[-1] == (
-        "a GPU, driver 580, torch 2.13, commit abc, 2026-11-23: `ds_sparse bench tokens --repeats 1`, "
-        "`ds_sparse bench tokens --repeats 2`"
-    )

@@ -7,9 +7,7 @@ from ds_sparse import reference
 from ds_sparse.bench import matmul, window
 from ds_sparse.bench.bsr import bsr_operations
 from ds_sparse.bench.layouts import LAYOUTS, make_layout
-from ds_sparse.bench.machine import DIRECTIONS, FORWARD, TRAIN
 from ds_sparse.bench.reasons import Unsupported
-from ds_sparse.bench.runs import Density, Result, Row
 from ds_sparse.cli import main
 from ds_sparse.layout import density
 
@@ -105,56 +103,6 @@ def test_torch_sparse_is_named_with_the_reason(measure):
     assert lines[-1].startswith("torch.sparse sdd, torch.sparse dsd: no time: on a GPU only")
     with pytest.raises(Unsupported, match="on a GPU only"):
         bsr_operations(make_layout("fixed", 16, 256), 16, 2, torch.float32)
-
-
-def gpu_result(ms, to_floor, to_dense=0.5):
-    rows = [
-        Row(name, way, time, "dense q @ k^T", time / ms * to_dense, to_floor=to_floor, bound=bound, rounds=3)
-        for way in DIRECTIONS
-        for name, time, bound in (("sdd", ms, "L2"), ("dense q @ k^T", ms / to_dense, "L2"))
-    ]
-    rows.append(Row("torch.sparse sdd", FORWARD, 2 * ms, "dense q @ k^T", 2 * to_dense, to_floor=to_floor, rounds=3))
-    return Result(CASE, Density(0.25), rows)
-
-
-def test_share_of_the_floor_and_what_binds_it_are_printed():
-    result = gpu_result(0.1, to_floor=1.25)
-    lines = list(matmul.lines([result]))
-    (line,) = (line for line in lines if line.startswith("sdd "))
-    assert line.split()[1:5] == ["0.100", "0.500", "80%", "L2"]
-    assert "break-even forward / backward / forward+backward: sdd 50.0% / 50.0% / 50.0%" in lines
-    heading, *_, row = matmul.of_cases([result])
-    assert heading.startswith("ms (of floor)") and "0.100 (80%)" in row
-
-
-def test_without_a_floor_there_is_no_column_of_it():
-    result = gpu_result(0.1, to_floor=None, to_dense=0.2)
-    _, _, heading, *lines = matmul.lines([result])
-    assert heading.split() == ["ms", "x", "dense"] * 3
-    (line,) = (line for line in lines if line.startswith("sdd "))
-    assert line.split()[1:] == ["0.100", "0.200"] * 3
-    assert line.index("0.200") + len("0.200") == heading.index("dense") + len("dense")
-    assert any("sdd none / none / none" in line for line in lines)
-    heading, *_, row = matmul.of_cases([result])
-    assert heading.startswith("ms (x dense)") and "0.100 (0.20)" in row
-
-
-def test_it_is_said_how_often_we_are_faster():
-    results = [gpu_result(0.1, 1.25), gpu_result(0.1, 1.26, to_dense=1.5), gpu_result(0.04, 3)]
-    assert list(matmul.verdicts(results)) == [
-        "sdd forward: faster than dense q @ k^T in 2 of 3, faster than torch.sparse sdd in 3 of 3",
-        "sdd backward: faster than dense q @ k^T in 2 of 3",
-    ]
-
-
-def test_floors_of_windows_are_a_column():
-    row = Row("window_matmul", FORWARD, 2.0, "dense q @ k^T", 0.5, to_floor=2.0, bound="copy", rounds=3)
-    without = Row("window_matmul", TRAIN, dense="dense q @ k^T", reason="forward only")
-    lines = window.lines([Result(window.Case(64, 8, "fp32"), Density(0.2), [row, without])])
-    _, _, heading, line, _ = lines
-    assert heading.split() == ["ms", "x", "dense", "x", "floor"] * 2
-    assert line.split() == ["window_matmul", "2.00", "0.500", "2.00", "-"]
-    assert line.index("2.00", 30) + 4 == heading.index("x floor") + len("x floor")
 
 
 def test_on_a_gpu_as_many_sequences_as_there_is_room_for():

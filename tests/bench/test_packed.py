@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from ds_sparse.bench import flex, packed
-from ds_sparse.bench.packed import OPERATION, TABLE, Case
+from ds_sparse.bench.packed import OPERATION, Case
 from ds_sparse.bench.reasons import Unsupported
 from ds_sparse.bench.references import random_tensors
-from ds_sparse.bench.registry import Peer
 
 CPU = torch.device("cpu")
 NAMES = ("ds_sparse", "unpacked", "padded", "sdpa-padded", "sdpa-mask")
@@ -124,15 +123,6 @@ def test_tiles_of_a_document_mask(case, monkeypatch):
     assert torch.equal(some, tiles.any(3).any(1)) and torch.equal(full, tiles.all(3).all(1))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_gets_the_documents(monkeypatch, case, on_gpu):
-    # Not compiled, FlexAttention goes by the mask function alone.
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    inputs = random_tensors(3, (1, 2, case.tokens, 16), torch.float32, CPU)
-    found = OPERATION.peers["flex"](on_gpu(case)).call(*inputs)
-    torch.testing.assert_close(found, packed.sdpa_mask(problem_of(case)).call(*inputs))
-
-
 @pytest.mark.parametrize("structure", ["bigbird", "window"])
 def test_cases_that_differ_in_numbers_share_what_flex_attention_compiled(monkeypatch, structure, on_gpu):
     torch._dynamo.reset()
@@ -184,19 +174,3 @@ def test_packed_attention_of_torch_is_called_as_it_wants(monkeypatch, case):
     problem.device = CPU
     problem.verify("varlen", peer)
     assert called and peer.dense == (not case.is_window)
-
-
-def test_a_document_that_sees_another_is_found(measure, monkeypatch):
-    whole = Peer(torch.nn.functional.scaled_dot_product_attention)
-    monkeypatch.setitem(OPERATION.peers, "sdpa-mask", lambda problem: whole)
-    case = Case("", 64, "window", 500, False, 128, 1, 16, "fp32")
-    rows = measure(OPERATION, case, NAMES).rows
-    assert {row.reason[:23] for row in rows if row.name == "sdpa-mask"} == {"output, batch 0, head 0"}
-
-
-def test_names_of_the_table_differ_and_cases_are_cut_for_a_cpu():
-    small = [case.small() for case in TABLE]
-    assert len({case.name for case in TABLE}) == len({case.name for case in small}) == len(TABLE)
-    assert {(case.tokens, case.heads) for case in small} == {(4096, 2)}
-    assert all(case.name.endswith("-4k") for case in small)
-    assert all(sum(case.lengths) == case.tokens for case in (*TABLE, *small))

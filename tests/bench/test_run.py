@@ -32,7 +32,7 @@ SMALL = {
 """A small case of each operation, and peers that a CPU has."""
 
 LINES = {
-    "attention": "attention --cases random-64,fixed-16 --peers ds_sparse,sdpa --quick",
+    "attention": "attention --cases random-64,fixed-16 --peers ds_sparse,sdpa --dtype fp32,bf16 --quick",
     "matmul": "matmul --layout fixed --block 16,32 --dtype fp32,bf16 --seq-len 128 --heads 2 --repeats 2",
     "window": "window --dtype fp32,bf16 --seq-len 64,100 --window 8 --heads 2 --repeats 2 --peers sdpa-mask",
     "packed": "packed --cases window-2048,window-corpus-causal --peers sdpa-padded --repeats 1",

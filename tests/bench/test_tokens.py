@@ -7,7 +7,7 @@ import torch
 from ds_sparse.bench import tokens
 from ds_sparse.bench.machine import FORWARD, TRAIN
 from ds_sparse.bench.reasons import Unsupported
-from ds_sparse.bench.runs import Result, Row
+from ds_sparse.bench.runs import Row
 
 CPU = torch.device("cpu")
 CASE = tokens.Case(seq_len=96, d_model=32, heads=2, sparsity=0.9)
@@ -63,46 +63,3 @@ def test_masks_have_the_sparsity_they_can_have(pattern, sparsity):
     assert mask.double().mean().item() == pytest.approx(1 - sparsity, abs=0.1)
     if pattern != "random":
         assert mask[0].all() and mask[:, 0].all() and mask.diagonal().all()
-
-
-def results(milliseconds):
-    """Results of 50, 90 and 99 % with these forward times."""
-    made = []
-    for i, sparsity in enumerate((0.5, 0.9, 0.99)):
-        ours = milliseconds[tokens.OURS][i]
-        rows = [Row(name, FORWARD, ms[i], to_ours=ms[i] / ours) for name, ms in milliseconds.items()]
-        case = tokens.Case(1024, 64, 1, sparsity)
-        made.append(Result(case, tokens.Pairs(round(1024**2 * (1 - sparsity))), rows))
-    return made
-
-
-def test_a_reason_that_is_not_that_of_all_cases_names_its_own():
-    why = {"gather": ["takes 9.0 GiB", "", ""], "jagged": ["wrong", "", "wrong"], tokens.FLEX: ["forward only"] * 3}
-    made = results({tokens.OURS: [2.0, 0.9, 0.1]})
-    for i, result in enumerate(made):
-        result.rows.extend(Row(name, FORWARD, reason=reasons[i]) for name, reasons in why.items() if reasons[i])
-    said = list(tokens.lines(made))[-3:]
-    assert said == ["50% gather: takes 9.0 GiB", "50%, 99% jagged: wrong", f"{tokens.FLEX}: forward only"]
-
-
-def test_from_which_sparsity_on_a_step_beats_dense():
-    times = {
-        tokens.OURS: [2.0, 0.9, 0.1],
-        "gather": [0.5, 3.0, 0.9],
-        "jagged": [0.5, 0.5, 2.0],
-        tokens.DENSE: [1.0] * 3,
-    }
-    found = [tokens.beats_from(results(times), name, tokens.DENSE, FORWARD) for name in times]
-    assert found == ["90%", "99%", "-", "-"]
-    assert tokens.beats_from(results(times), tokens.OURS, tokens.DENSE, TRAIN) == "-"
-
-
-def test_ratios_are_from_the_least_to_the_largest_of_the_cases():
-    times = {tokens.OURS: [2.0, 0.5, 0.1], tokens.TORCH_SPARSE: [5.0, 0.9, 0.2], tokens.SDPA: [1.0, 1.0, 1.0]}
-    ((heading, directions, *lines),) = tokens.summary(results(times), Namespace())
-    assert heading == "over the time of sparse_attn, least and largest of 3 cases"
-    assert directions.split() == list(tokens.DIRECTIONS)
-    assert [line.split() for line in lines] == [
-        ["torch.sparse", "1.80", "-", "2.50", "-"], ["sdpa", "0.500", "-", "10.0", "-"],
-    ]  # fmt: skip
-    assert list(tokens.summary(results({tokens.OURS: [1.0] * 3}), Namespace())) == []
