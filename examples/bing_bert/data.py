@@ -11,19 +11,21 @@ draws it, whatever came before. The number of samples seen so far is therefore a
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from files import write_atomically
-from tokens import CLS, MASK, PAD, SEP, SPECIAL_TOKENS, TokenizedCorpus, tokenizers
+from report import write_atomically
+from tokens import CLS, MASK, PAD, SEP, SPECIAL_TOKENS, TokenizedCorpus
 
 NOT_PREDICTED = -1
 MASKED_SHARE = 0.15
@@ -130,7 +132,7 @@ class Batch(NamedTuple):
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), lengths)
 
 
-class PretrainingData:
+class PretrainingData(Dataset):
     """Endless training batches and a fixed held-out set from one tokenised corpus.
 
     Training: half of the samples get a second segment from another document; `max_predictions_per_seq` tokens of every
@@ -208,22 +210,17 @@ class PretrainingData:
                 f"{len(self.training.sequences)} of {self.sequence_length:,} tokens; use a smaller batch, "
                 "shorter sequences or a larger corpus."
             )
-        return self._training_batches(micro_batch, first_sample + rank * micro_batch, at_once)
+        starts = itertools.count(first_sample + rank * micro_batch, at_once)
+        numbers = (range(start, start + micro_batch) for start in starts)
+        # A generator of its own: the seed that a loader draws is not taken from dropout's.
+        return iter(DataLoader(self, batch_sampler=numbers, collate_fn=_stack, generator=torch.Generator()))
 
-    def _training_batches(self, micro_batch: int, start: int, at_once: int) -> Iterator[Batch]:
-        size = len(self.training.sequences)
-        orders: dict[int, np.ndarray] = {}
-        while True:
-            rows = []
-            for sample in range(start, start + micro_batch):
-                epoch, place = divmod(sample, size)
-                if epoch not in orders:
-                    orders[epoch] = np.random.default_rng([ORDER, self.seed, epoch]).permutation(size)
-                sequence = int(orders[epoch][place])
-                generator = np.random.default_rng([TRAINING, self.seed, epoch, sequence])
-                rows.append(self._sample(self.training, sequence, generator, self.max_predictions_per_seq, 0.5))
-            yield _stack(rows)
-            start += at_once
+    def __getitem__(self, sample: int) -> tuple[np.ndarray, ...]:
+        """The training sample of this number, one row of a `Batch`."""
+        epoch, place = divmod(sample, len(self.training.sequences))
+        sequence = int(_order(self.seed, epoch, len(self.training.sequences))[place])
+        generator = np.random.default_rng([TRAINING, self.seed, epoch, sequence])
+        return self._sample(self.training, sequence, generator, self.max_predictions_per_seq, 0.5)
 
     def held_out_batches(self, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """This rank's share of the held-out sequences, each once; the last batch may be smaller.
@@ -301,32 +298,19 @@ class PretrainingData:
         return -self.unigram_log_probabilities[labels[labels != NOT_PREDICTED]].mean().item()
 
     def manifest(self) -> dict[str, object]:
-        """Describes what went in, ready for JSON: corpus, versions, hashes, counts, vocabulary, packing, seed."""
+        """Describes what went in, ready for JSON: corpus, counts, vocabulary, versions, seed."""
         return {
             **self.corpus.summary,
             "sequence_length": self.sequence_length,
             "seed": self.seed,
             "max_predictions_per_seq": self.max_predictions_per_seq,
             "eval_sequences": len(self.eval_order),
-            "packing": {
-                name: {
-                    "sequences": len(part.sequences),
-                    "padding_share": round(part.padding_share, 6),
-                    "tokens_left_out": part.left_out,
-                }
-                for name, part in (("training", self.training), ("held_out", self.held_out))
-            },
-            "versions": {
-                "python": platform.python_version(),
-                "tokenizers": tokenizers.__version__,
-                "numpy": np.__version__,
-                "torch": torch.__version__,
-            },
+            "versions": {name: metadata.version(name) for name in ("tokenizers", "numpy", "torch")},
             "cache_entry": self.corpus.directory.name,
         }
 
     def write_manifest(self, folder: Path) -> None:
-        """Writes `manifest.json` into `folder`, whole or not at all."""
+        """Writes `manifest.json` into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "manifest.json", json.dumps(self.manifest(), indent=1) + "\n")
 
@@ -346,6 +330,11 @@ class PretrainingData:
             f"{self.training.padding_share:.1%} padding and {self.max_predictions_per_seq} predictions each; "
             f"{found:,} held out{shortfall}"
         )
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.random.default_rng([ORDER, seed, epoch]).permutation(size)
 
 
 def _stack(rows: list[tuple[np.ndarray, ...]]) -> Batch:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import errno
 import logging
 import math
 import os
@@ -29,18 +28,14 @@ from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so i
 
 # isort: split
 import ds_sparse
-from ds_sparse.drawing import draw, save_drawing
+from ds_sparse.drawing import draw
 from ds_sparse.sparsity.declarations import declared_value
 from ds_sparse.tools.ranks import rank
 
 import checkpoints
 import dry_run
-import universal
-from curves import draw_loss_curve
 from data import DROPOUT, Batch, PretrainingData, draw_seed
-from deepspeed_json import load_kernels, read_deepspeed_config
-from earlier_weights import take_weights
-from files import reason
+from deepspeed_json import read_deepspeed_config
 from masked_lines import MaskedLines
 from modeling import BertConfig, BertForPreTrainingPreLN, parameter_groups
 from report import (
@@ -50,11 +45,11 @@ from report import (
     how_long,
     peak_memory_gib,
     read_metrics,
+    run_folder,
     say,
     speed_in_words,
 )
-from run_folders import run_folder
-from run_page import write_page
+from run_page import draw_curves, write_page
 from tokens import open_corpus
 from training_run import DENSE, SPARSE, Outcome, Position, TrainingRun
 
@@ -152,11 +147,6 @@ def parsed(parser: argparse.ArgumentParser, positive: Sequence[str]) -> argparse
     return args
 
 
-def learning_rate_factor(warmup_steps: int, step: int) -> float:
-    """Linear warm-up, then inverse square root: needs no end that is known beforehand."""
-    return min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
-
-
 def pretrain(
     run: TrainingRun,
     lines: MaskedLines,
@@ -207,11 +197,6 @@ def pretrain(
         skipped = engine.fp16_enabled() and not engine.was_step_applied()
         if not math.isfinite(mlm_loss) and not skipped:
             raise ValueError(f"The loss is {mlm_loss} after step {position.step}; lower the learning rate in the JSON.")
-        if skipped and engine.dynamic_loss_scale() and engine.optimizer.loss_scale <= 1:
-            raise ValueError(
-                f"fp16 overflows after step {position.step}, however low the loss scale; lower the learning rate in "
-                "the JSON, or use bf16."
-            )
         position.step += 1
         position.skipped_steps += skipped
         step_seconds = time.monotonic() - started
@@ -243,18 +228,24 @@ def build_engine(run: TrainingRun, layout_seed: int | None, resumed: bool) -> tu
     args = arguments_of(run.args, run.config, run.name, layout_seed)
     model = build_model(run, args)
     if args.weights_from is not None and not resumed:
-        take_weights(model, Path(args.weights_from), {name: run.terms()[name] for name in ("model", "data")})
+        same = {name: run.terms()[name] for name in ("model", "data")}
+        checkpoints.take_weights(model, Path(args.weights_from), same)
     structures = model.bert.sparse_attention_config
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     if structures is not None:
-        show_layouts(model, args.max_seq_length, run.folder)
-
-    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(args.warmup_steps, step))
-
-    engine = engine_of(args, model, schedule)
+        show_layouts(model, args.max_seq_length)
+    engine = engine_of(args, model, partial(warmed_up, warmup_steps=args.warmup_steps))
     seeds = [seed for seed in (declared_value(structure, "seed") for structure in structures or ()) if seed is not None]
     return engine, next(iter(seeds), None)
+
+
+def warmed_up(optimizer: torch.optim.Optimizer, warmup_steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Linear warm-up, then inverse square root: needs no end that is known beforehand."""
+
+    def factor(step: int) -> float:
+        return min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def engine_of(args: argparse.Namespace, model: torch.nn.Module, schedule: Callable[..., Any]) -> Any:
@@ -290,6 +281,15 @@ def build_model(run: TrainingRun, args: argparse.Namespace) -> BertForPreTrainin
     unused_rows = len(model.decoder_bias) - len(unigram)
     model.decoder_bias.data.copy_(F.pad(unigram, (0, unused_rows), value=unigram.min().item()))
     return model
+
+
+def show_layouts(model: BertForPreTrainingPreLN, max_seq_length: int) -> None:
+    """Prints the layouts that the layers use."""
+    structures = model.bert.sparse_attention_config
+    for structure in dict.fromkeys(filter(None, structures)):
+        attention = model.bert.encoder.layer[structures.index(structure)].attention.self.sparse_self_attention
+        layout = attention.get_layout(math.ceil(max_seq_length / structure.block) * structure.block)
+        say(draw(layout, structure.block))
 
 
 def train_step(engine: Any, batches: Iterator[Batch], seed: int, step: int) -> tuple[float, float]:
@@ -338,19 +338,6 @@ def mean_loss(losses: Iterable[tuple[torch.Tensor, int]]) -> float:
     return (total[0] / total[1]).item()
 
 
-def show_layouts(model: BertForPreTrainingPreLN, max_seq_length: int, folder: Path) -> None:
-    """Prints the layouts that the layers use, and writes them: layout.png of the first sparse layer, layout-N.png of
-    layer N, the first with another structure."""
-    structures = model.bert.sparse_attention_config
-    for count, structure in enumerate(dict.fromkeys(filter(None, structures))):
-        number, block = structures.index(structure), structure.block
-        attention = model.bert.encoder.layer[number].attention.self.sparse_self_attention
-        layout = attention.get_layout(math.ceil(max_seq_length / block) * block)
-        say(draw(layout, block))
-        if dist.get_rank() == 0:
-            save_drawing(layout, block, folder / (f"layout-{number}.png" if count else "layout.png"))
-
-
 _signal = 0
 
 
@@ -359,17 +346,17 @@ def remember_signals() -> None:
 
     A second SIGTERM is remembered too: the deepspeed launcher sends one to workers that a Ctrl-C has already reached.
     """
+
+    def remember(number: int, frame: Any) -> None:
+        global _signal  # noqa: PLW0603 - what a signal's handler says to the loop
+        if not _signal and rank() == 0:
+            sentence = f"\nSignal {number}: a checkpoint is written after this step; Ctrl-C now ends the run without.\n"
+            os.write(sys.stdout.fileno(), sentence.encode())  # print may be what the signal interrupts
+        _signal = number
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _remember)
-
-
-def _remember(number: int, frame: Any) -> None:
-    global _signal  # noqa: PLW0603 - what a signal's handler says to the loop
-    if not _signal and rank() == 0:
-        sentence = f"\nSignal {number}: a checkpoint is written after this step; Ctrl-C now ends the run without one.\n"
-        os.write(sys.stdout.fileno(), sentence.encode())  # print may be what the signal interrupts
-    _signal = number
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(number, remember)
 
 
 def agree(finished: bool) -> tuple[bool, int]:
@@ -379,18 +366,20 @@ def agree(finished: bool) -> tuple[bool, int]:
     return bool(decision[0]), int(decision[1])
 
 
-def find_checkpoint(run: TrainingRun) -> checkpoints.Checkpoint | None:
-    """The checkpoint that a run to be resumed continues from; None, and a line, where it has none yet.
+def find_checkpoint(run: TrainingRun) -> tuple[checkpoints.Checkpoint | None, Position]:
+    """The checkpoint that a run continues from, and where it is; None, and the start, where it begins.
 
     Raises:
-        ValueError: it is damaged, of other terms, or cannot be moved to this number of ranks.
+        ValueError: the checkpoint is of other terms, or cannot be moved to this number of ranks.
     """
+    if not run.args.resume:
+        return None, Position(step=0)
     found = checkpoints.find(run.checkpoints, run.terms())
     if found is None:
         say(f"{run.name}: {run.folder.parent} has no checkpoint of it yet; it starts from step 0.")
-    else:
-        universal.require_movable(run.config, found.state["ranks"], dist.get_world_size(), run.args.deepspeed_config)
-    return found
+        return None, Position(step=0)
+    checkpoints.require_movable(run.config, found.state["ranks"], dist.get_world_size(), run.args.deepspeed_config)
+    return found, Position(**found.state["position"])
 
 
 def main() -> int:
@@ -400,7 +389,6 @@ def main() -> int:
     config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers, DEVICE)
     ds_sparse.init_distributed(verbose=False)
     if not args.dry_run:
-        load_kernels(config, args.deepspeed_config)
         say(f"{how_long(args.max_steps, args.max_minutes)}, and --resume continues it.")  # the corpus takes a while
 
     corpus = open_corpus(args.corpus, model_config.vocab_size, args.text_column, keeps=not args.dry_run)
@@ -411,13 +399,13 @@ def main() -> int:
     names = [SPARSE if args.deepspeed_sparse_attention else DENSE] + [DENSE] * args.compare_dense
     folder = run_folder(Path(args.output_dir), args.resume, args.resume_or_start, makes=not args.dry_run)
     runs = [TrainingRun(name, args, config, model_config, data, folder / name) for name in names]
-    found = [find_checkpoint(run) if args.resume else None for run in runs]
-    positions = [Position.of(checkpoint) for checkpoint in found]
+    found = [find_checkpoint(run) for run in runs]
     if args.dry_run:
-        for run, position in zip(runs, positions):
+        for run, (_, position) in zip(runs, found):
             with torch.device("meta"):
                 model = build_model(run, arguments_of(args, config, run.name, position.layout_seed))
-            dry_run.describe(run, model, position)
+            for line in dry_run.description(run, model, position):
+                say(f"{run.name}: {line}")
         return 0
     if dist.get_rank() == 0:
         data.write_manifest(folder)
@@ -427,28 +415,26 @@ def main() -> int:
     torch.use_deterministic_algorithms(not args.nondeterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False
     outcomes: list[Outcome] = []
-    for run, checkpoint, position in zip(runs, found, positions):
+    for run, (checkpoint, position) in zip(runs, found):
         now = time.monotonic()
         deadline = now + (STARTED + args.max_minutes * 60 - now) / (len(runs) - len(outcomes))
         max_steps = outcomes[0].position.step if outcomes else args.max_steps
         if position.is_end(run, max_steps):
             say(f"{run.name}: nothing left to train, {position.step} steps are done; a larger --max-steps continues.")
-            outcomes.append(Outcome(run, position, read_metrics(run.folder / "metrics.jsonl", position.step + 1)))
+            outcomes.append(Outcome(run, position, read_metrics(run.folder / "metrics.jsonl", position.step)))
             continue
         outcomes.append(pretrain(run, lines, checkpoint, position, max_steps, deadline))
         if number := outcomes[-1].signal:
             say(f"Stopped by signal {number} after step {position.step}; continue with --resume.")
             return 128 + number
-    filled_in = lines.beside({outcome.run.name: outcome.position.filled_in for outcome in outcomes})
-    show_results(outcomes, data.held_out_unigram_cross_entropy, filled_in)
-    if dist.get_rank() == 0:
-        draw_results(outcomes, data.held_out_unigram_cross_entropy, filled_in, folder)
+    show_results(outcomes, lines, data.held_out_unigram_cross_entropy, folder)
     dist.barrier()
     return 0
 
 
-def show_results(outcomes: Sequence[Outcome], unigram: float, filled_in: str) -> None:
-    """Prints each run's held-out loss beside the unigram cross-entropy, its speed, and what it fills in."""
+def show_results(outcomes: Sequence[Outcome], lines: MaskedLines, unigram: float, folder: Path) -> None:
+    """Prints each run's held-out loss beside the unigram cross-entropy, its speed, and what it fills in; draws the loss
+    curve, and writes the page of the run."""
     for run, position, records, _ in outcomes:
         distance = position.held_out_loss - unigram
         say(
@@ -460,19 +446,16 @@ def show_results(outcomes: Sequence[Outcome], unigram: float, filled_in: str) ->
             say(f"{run.name}: {speed}")
         if position.skipped_steps:
             say(f"{run.name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
+    filled_in = lines.beside({outcome.run.name: outcome.position.filled_in for outcome in outcomes})
     if filled_in:
-        say("Held-out lines with masked words, and what fills them in:")
-        say(filled_in)
+        say(f"Held-out lines with masked words, and what fills them in:\n{filled_in}")
     steps = [outcome.position.step for outcome in outcomes]
     if steps[-1] < steps[0]:
         say(f"dense trained {steps[-1]} of the {steps[0]} steps of sparse in its time; --resume trains the rest.")
-
-
-def draw_results(outcomes: Sequence[Outcome], unigram: float, filled_in: str, folder: Path) -> None:
-    """Draws the loss curve, and writes the page of the run."""
-    draw_loss_curve(folder / "loss.png", {outcome.run.name: outcome.records for outcome in outcomes}, unigram)
-    write_page(folder / "report.html", outcomes, unigram, filled_in)
-    say(f"Report: {folder / 'report.html'}; loss curve: {folder / 'loss.png'}; by step: {folder}/*/metrics.jsonl")
+    if dist.get_rank() == 0:
+        draw_curves(folder / "loss.png", {outcome.run.name: outcome.records for outcome in outcomes}, unigram)
+        write_page(folder / "report.html", outcomes, folder / "loss.png", unigram, filled_in)
+        say(f"Report: {folder / 'report.html'}; loss curve: {folder / 'loss.png'}; by step: {folder}/*/metrics.jsonl")
 
 
 def exit_status(program: Callable[[], int]) -> int:
@@ -480,16 +463,10 @@ def exit_status(program: Callable[[], int]) -> int:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that torch is about to rename, in every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    name = f"{Path(sys.argv[0]).name}{f' (rank {rank()})' if rank() else ''}"
     try:
         code = program()
-    except ValueError as error:
-        sys.exit(f"{name}: {error}")
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-            raise
-        where = f"{error.filename}: " if error.filename else ""
-        sys.exit(f"{name}: {where}{reason(error)}; make room, then continue with --resume.")
+    except (OSError, ValueError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}{f' (rank {rank()})' if rank() else ''}: {error}")
     dist.destroy_process_group()
     return code
 

@@ -14,41 +14,41 @@ from ds_sparse.plan.plan import make_plan
 from ds_sparse.plan.rates import committed_rates
 
 from device import DEVICE, device_name
-from report import end_in_words, say
+from report import end_in_words
 from training_run import Position, TrainingRun
 
 
-def describe(run: TrainingRun, model: nn.Module, position: Position) -> None:
-    """Prints it of a run that starts at or continues from a position, whose model may be without storage.
+def description(run: TrainingRun, model: nn.Module, position: Position) -> Iterator[str]:
+    """Lines on a run that starts at or continues from a position, whose model may be without storage.
 
     Raises:
         ValueError: the batch is one that cannot be dealt, as the run would say.
     """
-    settings = run.settings()
-    run.data.batches(settings.sequences, settings.micro_batch, 0, dist.get_rank(), dist.get_world_size())
-    for lines in (_work(run, model), _cost(run), _end(run, position)):
-        for line in lines:
-            say(f"{run.name}: {line}")
-
-
-def _work(run: TrainingRun, model: nn.Module) -> Iterator[str]:
-    settings, tokens = run.settings(), run.args.max_seq_length
+    settings, args, step = run.settings(), run.args, position.step
+    tokens, batch, sequences = args.max_seq_length, settings.sequences, len(run.data.training.sequences)
+    run.data.batches(batch, settings.micro_batch, 0, dist.get_rank(), dist.get_world_size())
     yield f"{sum(weight.numel() for weight in model.parameters()):,} parameters, trained in {settings.dtype}"
-    kinds = kinds_of(run.block, run.model(), run.args.deepspeed_config)
+    kinds = kinds_of(run.block, run.model(), args.deepspeed_config)
     padded = in_whole_blocks(kinds, tokens)
     for kind in kinds:
         live = live_scores(kind, run.model(), padded)
         density = "" if live is None else f", density {live / padded**2:.1%}"
         yield f"layers {layers_in_words(kind.layers)}: {kind.in_words()}{density}"
-    batch, sequences = settings.sequences, len(run.data.training.sequences)
     yield (
         f"a step has {batch} sequences, {batch * tokens:,} tokens, {settings.micro_batch} at once, "
         f"{settings.accumulation} times, on {settings.gpus} rank{'s' if settings.gpus > 1 else ''}, ZeRO "
         f"{settings.zero_stage}; an epoch has {sequences / batch:,.1f} steps"
     )
+    yield from cost(run)
+    if position.is_end(run, args.max_steps):
+        yield f"nothing left to train, {step} steps are done"
+        return
+    start = f"continues after step {step}" if step else "starts at step 0"
+    yield f"{start}, and ends {end_in_words(args.max_steps, args.max_minutes)}"
+    yield f"checkpoints every {args.save_steps} steps in {run.checkpoints}"
 
 
-def _cost(run: TrainingRun) -> Iterator[str]:
+def cost(run: TrainingRun) -> Iterator[str]:
     """Lines of `ds_sparse plan` about it, as far as this machine was measured."""
     settings, tokens = run.settings(), run.args.max_seq_length
     yield f"{run.work().flops / 1e12:,.3g} TFLOP a step and rank"
@@ -66,13 +66,3 @@ def _cost(run: TrainingRun) -> Iterator[str]:
         plan = make_plan(run.block, run.args.deepspeed_config, run.model(), settings, rates, tokens)
         milliseconds = plan.step.total
         yield f"{milliseconds:,.0f} ms a step and {plan.tokens / milliseconds * 1e3:,.0f} tokens/s, as planned"
-
-
-def _end(run: TrainingRun, position: Position) -> Iterator[str]:
-    args, step = run.args, position.step
-    if position.is_end(run, args.max_steps):
-        yield f"nothing left to train, {step} steps are done"
-        return
-    start = f"continues after step {step}" if step else "starts at step 0"
-    yield f"{start}, and ends {end_in_words(args.max_steps, args.max_minutes)}"
-    yield f"checkpoints every {args.save_steps} steps in {run.checkpoints}"

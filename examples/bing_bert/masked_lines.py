@@ -10,7 +10,7 @@ import torch
 from data import NOT_PREDICTED, Batch, PretrainingData
 from tokens import MASK, SPECIAL_TOKENS
 
-LINES, MASKED_WORDS, COLUMNS = 3, 4, 90
+LINES, PIECES, MASKED_WORDS = 3, 30, 4
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class MaskedLines:
         rows, lines, words = [], [], []
         for row in range(len(ids)):
             pieces = [vocabulary[token] for token in ids[row].tolist()]
-            start, end, places = _find_line(pieces)
+            start, places = _places(pieces)
             if places:
                 masked[row, places], labels[row, places] = MASK, ids[row, places]
                 rows.append(row)
-                shown = [vocabulary[token] for token in masked[row, start:end].tolist()]
+                shown = [vocabulary[token] for token in masked[row, start : start + PIECES].tolist()]
                 lines.append(" ".join(shown).replace(" ##", ""))
                 words.append([pieces[place] for place in places])
         chosen = (masked, held_out.input_mask, held_out.segment_ids, held_out.nsp_label, labels)
@@ -66,29 +66,12 @@ class MaskedLines:
         return "\n".join(text)
 
 
-def _find_line(pieces: list[str]) -> tuple[int, int, list[int]]:
-    """Start and end of the first line from the middle on with enough words, and the masked ones; none if there is none.
-
-    Masked words are of one piece, punctuation included, and stand apart.
-    """
-    for start in range(len(pieces) // 2, len(pieces) - 1):
-        end = _end_of_line(pieces, start)
-        starts = [not piece.startswith("##") for piece in pieces[start : end + 1]]
-        whole = [place for place in range(start + 1, end - 1) if starts[place - start] and starts[place - start + 1]]
-        if len(whole) > 2 * MASKED_WORDS:
-            return start, end, [whole[n * len(whole) // (MASKED_WORDS + 1)] for n in range(1, MASKED_WORDS + 1)]
-    return 0, 0, []
-
-
-def _end_of_line(pieces: list[str], start: int) -> int:
-    """The end of a line of whole words from `start` on, without special tokens; `start` itself where there is none."""
-    end, columns = start, 0
-    if pieces[start].startswith("##"):
-        return start
-    for place in range(start, len(pieces)):
-        columns += len(pieces[place].removeprefix("##")) + (not pieces[place].startswith("##"))
-        if pieces[place] in SPECIAL_TOKENS or columns > COLUMNS:
-            break
-        if place + 1 == len(pieces) or not pieces[place + 1].startswith("##"):
-            end = place + 1
-    return end
+def _places(pieces: list[str]) -> tuple[int, list[int]]:
+    """Start of the first line of whole words from the middle on, and its masked words, each of one piece; or none."""
+    for start in range(len(pieces) // 2, len(pieces) - PIECES):
+        line = pieces[start : start + PIECES]
+        begins = [not piece.startswith("##") for piece in pieces[start : start + PIECES + 1]]
+        whole = [start + place for place in range(1, PIECES) if begins[place] and begins[place + 1]]
+        if begins[0] and begins[-1] and len(whole) > 2 * MASKED_WORDS and not set(line) & set(SPECIAL_TOKENS):
+            return start, [whole[n * len(whole) // (MASKED_WORDS + 1)] for n in range(1, MASKED_WORDS + 1)]
+    return 0, []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 import ds_sparse
 
 from data import Batch
-from report import mistakes
 
 
 class BertConfig(BaseModel):
@@ -54,22 +53,16 @@ class BertConfig(BaseModel):
 
     @classmethod
     def read(cls, path: str) -> BertConfig:
-        """The model of a model JSON.
-
-        Raises:
-            ValueError: no such file, not JSON, or a wrong key, named.
-        """
-        example = Path(__file__).with_name("bert_tiny.json")
+        """The model of a model JSON; ValueError where there is no such file, it is no JSON, or has a wrong key."""
         try:
             return cls.model_validate(json.loads(Path(path).read_text())["bert_model_config"])
         except OSError as error:
+            example = Path(__file__).with_name("bert_tiny.json")
             raise ValueError(f"{path}: {error.strerror}; give a model JSON such as {example}.") from error
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path}: the key 'bert_model_config' is missing; see {example}.") from error
-        except ValidationError as error:
-            raise ValueError(f"{path}: bert_model_config: {mistakes(error)}.") from error
-        except ValueError as error:
-            raise ValueError(f"{path}: not valid JSON: {error}.") from error
+            raise ValueError(f"{path}: the key 'bert_model_config' is missing.") from error
+        except ValueError as error:  # not JSON, or pydantic's of each key
+            raise ValueError(f"{path}: {error}") from error
 
 
 Padding = torch.Tensor | list[int] | None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import ds_sparse
 
 import deepspeed_train
-from run_folders import run_folder
+from report import run_folder
 from training_run import DENSE, SPARSE
 
 CONFIG = deepspeed_train.HERE.parents[1] / "configs" / "deepspeed_bsz64k_lamb_config_seq128.json"

@@ -1,4 +1,4 @@
-"""Shows a run: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, peak memory.
+"""Shows a run: its numbered folder, a progress bar or plain lines, metrics.jsonl, TensorBoard where installed, memory.
 
 Weights & Biases, Comet and CSV files are DeepSpeed's, by the keys of its JSON; they get the same figures."""
 
@@ -7,6 +7,8 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
+import re
 import resource
 import sys
 import time
@@ -16,13 +18,10 @@ from statistics import harmonic_mean, median
 from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
 from tqdm import tqdm
 
 from ds_sparse.plan.utilisation import MFU, TFLOPS, TOKENS, in_words
 from ds_sparse.tools.ranks import from_rank_0, rank
-
-from files import write_atomically
 
 T = TypeVar("T")
 
@@ -35,12 +34,12 @@ def say(text: str) -> None:
 
 
 def on_rank_0(do: Callable[[], T]) -> T:
-    """Returns on every rank what `do` returns on rank 0; an OSError or ValueError of it ends them all."""
+    """Returns on every rank what `do` returns on rank 0; an error of it ends them all."""
     value = failure = None
     if rank() == 0:
         try:
             value = do()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
             failure = error
     value, failure = from_rank_0((value, failure))
     if failure is not None:
@@ -48,12 +47,48 @@ def on_rank_0(do: Callable[[], T]) -> T:
     return value
 
 
-def mistakes(error: ValidationError) -> str:
-    """Mistakes that pydantic found, in one line: each key, what is wrong with it, what was given."""
-    return "; ".join(
-        f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']} (given {json.dumps(mistake['input'], default=str)})"
-        for mistake in error.errors(include_url=False)
-    )
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a small file in one move."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def reason(error: BaseException) -> str:
+    """Says in one line why something failed."""
+    if asked := re.search(r"GLOBAL (\S+)", str(error)):  # PyTorch's refusal of a pickle
+        return f"it asks for {asked[1]}, which is no plain data"
+    words = str(getattr(error, "strerror", None) or error).strip()
+    return words.splitlines()[0].rstrip(".") if words else type(error).__name__
+
+
+def run_folder(output_dir: Path, resume: bool = False, or_start: bool = False, makes: bool = True) -> Path:
+    """The newest run of `output_dir` to resume, or the next numbered folder, the same on every rank.
+
+    Runs that start together each get a folder of their own. With `or_start`, a run that is not there is started.
+    Raises ValueError where there is nothing to resume, or the folder cannot be made.
+    """
+
+    def chosen() -> Path:
+        numbers = [int(path.name) for path in output_dir.glob("[0-9]*") if path.name.isdigit()]
+        if resume and numbers:
+            return output_dir / f"{max(numbers):04d}"
+        if resume and not or_start:
+            raise ValueError(
+                f"There is no run in {output_dir} to resume; start one without --resume, or with --resume-or-start."
+            )
+        folder = output_dir / f"{max(numbers, default=0) + 1:04d}"
+        try:
+            if makes:
+                folder.mkdir(parents=True)
+        except FileExistsError:
+            return chosen()
+        except OSError as error:
+            words = f"--output-dir {output_dir} cannot be used: {reason(error)}; give another folder."
+            raise ValueError(words) from error
+        return folder
+
+    return on_rank_0(chosen)
 
 
 class Metrics:
@@ -68,11 +103,16 @@ class Metrics:
         self.path, self.records = path, []
         self._engine = engine if engine is not None and engine.monitor.enabled else None
         self._tensorboard = None
+        last_step = -1 if resumed_step is None else resumed_step
         if rank() == 0:
-            first_step = 0 if resumed_step is None else resumed_step + 1
-            self.records = read_metrics(path, before=first_step)
+            self.records = read_metrics(path, last_step)
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
-            self._tensorboard = _tensorboard_writer(path.parent / "tensorboard", first_step)
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                return
+            # Hides what an earlier process wrote of steps that are trained again.
+            self._tensorboard = SummaryWriter(str(path.parent / "tensorboard"), purge_step=last_step + 1)
 
     def add(self, step: int, **figures: Any) -> None:
         if rank() != 0:
@@ -94,41 +134,10 @@ class Metrics:
             self._tensorboard.close()
 
 
-def read_metrics(path: Path, before: int) -> list[dict[str, Any]]:
-    """The complete records of a metrics.jsonl of steps before `before`; says which lines are none, and what is missing.
-
-    A last line without an end is what a kill leaves, and of a step that is trained again.
-    """
-    text = path.read_text(errors="replace") if path.exists() else ""
-    lines = text.split("\n")[:-1]
-    parsed = [_record(line) for line in lines]
-    damaged = [number for number, record in enumerate(parsed, 1) if record is None]
-    if damaged:
-        say(f"{path}: {len(damaged)} of {len(lines)} lines are no records, the first is line {damaged[0]}: left out.")
-    records = [record for record in parsed if record is not None and record["step"] < before]
-    missing = set(range(1, before)) - {record["step"] for record in records if "mlm_loss" in record}
-    if missing:
-        say(f"{path} has no record of {len(missing)} of the {before - 1} steps so far; the curve goes without them.")
-    return records
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    """The record of a line of metrics.jsonl, None if it is none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    numbers = isinstance(record, dict) and all(isinstance(value, int | float) for value in record.values())
-    return record if numbers and isinstance(record.get("step"), int) else None
-
-
-def _tensorboard_writer(folder: Path, first_step: int) -> Any:
-    """A writer that hides what an earlier process wrote from `first_step` on; None without TensorBoard."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=first_step)
+def read_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl up to a step, without a last line that a kill has cut off."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [record for record in map(json.loads, lines) if record["step"] <= last_step]
 
 
 class Progress:

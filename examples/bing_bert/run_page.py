@@ -1,9 +1,11 @@
-"""The page of a run that has ended: one file, which asks for nothing from a network."""
+"""What is left of a run that has ended: the loss curve as a picture, and one page, which asks for no network."""
 
 from __future__ import annotations
 
+import base64
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -11,42 +13,66 @@ from typing import Any
 
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.cli.report import report
-from ds_sparse.config import mode_of, sparse_attention_block
 from ds_sparse.drawing import Sheet, page_text
 from ds_sparse.plan.layers import in_whole_blocks, kinds_of, layers_in_words
 from ds_sparse.plan.utilisation import MFU, TFLOPS, TOKENS
 from ds_sparse.sparsity.declarations import declared_value
 
 import checkpoints
-from curves import curves_svg
-from files import write_atomically
-from report import median_figures, tokens_per_second
+from report import median_figures, tokens_per_second, write_atomically
 from training_run import Outcome, TrainingRun
 
-SECRETS = ("api_key", "token", "password", "secret")
-"""Ends of the keys of a configuration whose values are nobody else's."""
+MONITORS = "wandb", "comet"
+"""Keys of DeepSpeed that may hold a user's secrets; pages are passed on."""
 
 TEMPLATE = Path(__file__).with_name("run_page.html")
 
+COLOURS = "tab:blue", "tab:orange"
 
-def write_page(path: Path, outcomes: Sequence[Outcome], unigram: float, lines: str) -> None:
-    """Writes it of one run, or of two that are compared.
+
+def draw_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, float]]], unigram: float) -> None:
+    """Draws loss, learning rate and tokens a second by step, one colour a run, of records of metrics.jsonl. PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 9), layout="tight")
+    panels = figure.subplots(3)
+    curves = (
+        (panels[0], "mlm_loss", ", training", {"alpha": 0.35}),
+        (panels[0], "held_out_mlm_loss", ", held out", {"marker": "o", "markersize": 3}),
+        (panels[1], "learning_rate", "", {}),
+        (panels[2], "tokens_per_second", "", {}),
+    )
+    for panel, key, kind, style in curves:
+        for colour, (name, records) in zip(COLOURS, runs.items()):
+            points = [(record["step"], record[key]) for record in records if key in record]
+            panel.plot(*zip(*points or [(math.nan,) * 2]), color=colour, linewidth=1, label=f"{name}{kind}", **style)
+    panels[0].axhline(unigram, color="black", linestyle="--", linewidth=1, label="unigram cross-entropy, held out")
+    for panel, label in zip(panels, ("masked-LM loss (nats per token)", "learning rate", "tokens/s")):
+        panel.set(xlabel="step", ylabel=label)
+        panel.legend()
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def write_page(path: Path, outcomes: Sequence[Outcome], curves: Path, unigram: float, lines: str) -> None:
+    """Writes the page of one run, or of two that are compared.
 
     Args:
+        curves: the picture of `draw_curves`.
         unigram: the cross-entropy that losses stand beside, nats.
         lines: what the models fill into held-out lines.
     """
     run = outcomes[0].run
     ends = " and ".join(f"{outcome.run.name} after {outcome.position.step:,} steps" for outcome in outcomes)
     configuration = {
-        "DeepSpeed JSON, as it was trained with": run.config,
+        "DeepSpeed JSON, as it was trained with": {k: v for k, v in run.config.items() if k not in MONITORS},
         "Model": run.model_config.model_dump(),
         "Options": vars(run.args),
     }
     parts = {
         "title": html.escape(f"{path.parent}: {ends}"),
         "figures": _table({outcome.run.name: figures_of(outcome, unigram) for outcome in outcomes}),
-        "curves": curves_svg({outcome.run.name: outcome.records for outcome in outcomes}, unigram),
+        "curves": base64.b64encode(curves.read_bytes()).decode(),
         "layout": _layout(outcomes[0]),
         "lines": html.escape(lines),
         "data": html.escape(run.data.describe()),
@@ -61,7 +87,6 @@ def figures_of(outcome: Outcome, unigram: float) -> dict[str, str]:
     run, position, records, _ = outcome
     figures, settings = median_figures(records), run.settings()
     memory = max((record["memory_gib"] for record in records if "memory_gib" in record), default=None)
-    kept = checkpoints.kept(run.checkpoints)
     return {
         "steps": f"{position.step:,}",
         "tokens": f"{position.step * settings.sequences * run.args.max_seq_length:,}",
@@ -73,18 +98,17 @@ def figures_of(outcome: Outcome, unigram: float) -> dict[str, str]:
         "part of the chip's peak rate (MFU), median step": f"{figures[MFU]:.1%}" if MFU in figures else "-",
         "peak memory of rank 0, GiB": f"{memory:.2f}" if memory is not None else "-",
         "ranks": str(settings.gpus),
-        "checkpoints": "\n".join(f"{name}, {size / 2**20:,.1f} MiB" for name, size in kept.items()) or "-",
+        "checkpoints": ", ".join(path.name for path in checkpoints.kept(run.checkpoints)) or "-",
     }
 
 
 def _table(columns: Mapping[str, Mapping[str, str]]) -> str:
+    def row(name: str, cells: Sequence[str], kind: str) -> str:
+        return f"<tr><th>{html.escape(name)}</th>{''.join(f'<{kind}>{html.escape(x)}</{kind}>' for x in cells)}</tr>"
+
     names = next(iter(columns.values()))
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    rows = []
-    for name in names:
-        cells = "".join(f"<td>{html.escape(column[name]).replace(chr(10), '<br>')}</td>" for column in columns.values())
-        rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
-    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    rows = [row(name, [column[name] for column in columns.values()], "td") for name in names]
+    return f"<table><thead>{row('', list(columns), 'th')}</thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _layout(outcome: Outcome) -> str:
@@ -100,38 +124,20 @@ def _layout(outcome: Outcome) -> str:
 
 
 def _sheets(run: TrainingRun, layout_seed: int | None) -> list[Sheet]:
-    block, found = run.block, []
+    block, file = run.block, Path(run.args.deepspeed_config).name
     if block is not None and layout_seed is not None:
         block = block | {"seed": layout_seed}
     kinds = kinds_of(block, run.model(), run.args.deepspeed_config)
     tokens = in_whole_blocks(kinds, run.args.max_seq_length)
+    sheets = []
     for kind in kinds:
-        if kind.structure is None:
-            continue
-        name, structure = f"layers {layers_in_words(kind.layers)}", kind.structure
-        try:
-            about = sparse_attention_block(structure)
-        except ValueError:  # a class of a user's that does not keep what it was made from
-            about = {"mode": mode_of(type(structure)), "block": structure.block}
-        rows = structure.make_rows(tokens)
-        file = Path(run.args.deepspeed_config).name
-        causal = declared_value(structure, "causal")
-        found.append(Sheet(file, name, rows, structure.block, structure.num_heads, causal, about=about))
-    return found
+        if (structure := kind.structure) is not None:
+            name, causal = f"layers {layers_in_words(kind.layers)}", declared_value(structure, "causal")
+            rows = structure.make_rows(tokens)
+            sheets.append(Sheet(file, name, rows, structure.block, structure.num_heads, causal, about=block))
+    return sheets
 
 
 def _details(name: str, content: Mapping[str, Any]) -> str:
-    text = html.escape(json.dumps(without_secrets(content), indent=2, default=str))
+    text = html.escape(json.dumps(content, indent=2, default=str))
     return f"<details><summary>{html.escape(name)}</summary><pre>{text}</pre></details>"
-
-
-def without_secrets(content: Any) -> Any:
-    """The content without what keys such as a monitor's `api_key` hold: pages are passed on."""
-    if isinstance(content, list):
-        return [without_secrets(part) for part in content]
-    if not isinstance(content, Mapping):
-        return content
-    return {
-        key: "(left out)" if str(key).endswith(SECRETS) and isinstance(value, str) else without_secrets(value)
-        for key, value in content.items()
-    }

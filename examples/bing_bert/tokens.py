@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import tempfile
 from collections import Counter
 from contextlib import nullcontext
@@ -16,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
-from filelock import FileLock
 
 from ds_sparse.tools.extras import optional_imports
 
-from corpus import Corpus, cache_root, load_corpus, unwritable_cache
-from report import on_rank_0
+from corpus import Corpus, cache_root, load_corpus
+from report import on_rank_0, reason
 
 with optional_imports():
     import tokenizers
@@ -79,7 +77,6 @@ class TokenizedCorpus:
 
     `tokens` holds all documents end to end, document d being `tokens[offsets[d]:offsets[d + 1]]`; `held_out` is one
     bool per document; `training_counts` says how often each vocabulary entry occurs in the training documents.
-    `manifest.json` in the same folder lists every document with its hash.
     """
 
     directory: Path
@@ -97,15 +94,11 @@ class TokenizedCorpus:
             manifest = json.loads((directory / "manifest.json").read_text())
             vocabulary = (directory / "vocabulary.txt").read_text(encoding="utf-8").split("\n")[:-1]
             arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in manifest["arrays"]}
-            if {name: len(array) for name, array in arrays.items()} != manifest["arrays"]:
-                raise ValueError("a file has another length than its manifest says")
-        except FileNotFoundError as error:
+        except (OSError, ValueError, EOFError) as error:
             raise ValueError(
-                f"{error.filename} is missing; on several machines set DS_SPARSE_CACHE to a folder that "
-                f"all of them see, otherwise delete {directory} and run again."
+                f"The cache entry {directory} cannot be read ({reason(error)}); on several machines set "
+                "DS_SPARSE_CACHE to a folder that all of them see, otherwise delete it and run again."
             ) from error
-        except (OSError, ValueError, KeyError, EOFError) as error:
-            raise ValueError(f"The cache entry {directory} is damaged ({error}); delete it and run again.") from error
         return cls(directory, {**origin, **manifest["summary"]}, vocabulary, **arrays)
 
     @property
@@ -132,7 +125,13 @@ def open_corpus(
             print(note, flush=True)
         left_out = {"duplicate_documents": corpus.duplicates, "empty_documents": corpus.empty}
         origin = {"corpus": corpus.name, "sources": corpus.sources, "left_out": left_out, "notes": corpus.notes}
-        return _tokenized(corpus, vocabulary_size, scratch), origin
+        try:
+            return _tokenized(corpus, vocabulary_size, scratch), origin
+        except OSError as error:
+            raise ValueError(
+                f"The cache folder {cache_root()} cannot be written to ({reason(error)}); "
+                "set DS_SPARSE_CACHE to a folder that can, with room for the corpus."
+            ) from error
 
     with nullcontext() if keeps else tempfile.TemporaryDirectory() as scratch:
         tokenized = TokenizedCorpus.open(*on_rank_0(lambda: made(Path(scratch) if scratch else None)))
@@ -153,18 +152,14 @@ def _tokenized(corpus: Corpus, vocabulary_size: int, scratch: Path | None) -> Pa
         return directory
     if scratch is not None:
         directory = scratch / directory.name
-    partial = directory.with_suffix(".partial")
+    partial = directory.with_suffix(f".partial{os.getpid()}")
+    partial.mkdir(parents=True, exist_ok=True)
+    _tokenize_into(partial, corpus, vocabulary_size)
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory.with_suffix(".lock")):
-            if not directory.exists():
-                # Only the holder of the lock writes here, so this is what a killed run left.
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
-                _tokenize_into(partial, corpus, vocabulary_size)
-                os.replace(partial, directory)
-    except OSError as error:
-        raise unwritable_cache(error) from error
+        os.rename(partial, directory)
+    except OSError:
+        if not directory.exists():  # else another run was faster
+            raise
     return directory
 
 
@@ -198,21 +193,9 @@ def _tokenize_into(directory: Path, corpus: Corpus, vocabulary_size: int) -> Non
         np.save(directory / f"{name}.npy", array)
     listing = "".join(token + "\n" for token in vocabulary)
     (directory / "vocabulary.txt").write_text(listing, encoding="utf-8")
-    hashes = sorted(document.sha256 for document in corpus.documents)
     summary = {
-        "documents_sha256": hashlib.sha256("".join(hashes).encode()).hexdigest(),
         "documents": {"training": int((~held_out).sum()), "held_out": int(held_out.sum())},
         "tokens": {"training": int(lengths[~held_out].sum()), "held_out": int(lengths[held_out].sum())},
-        "vocabulary": {
-            "size": len(vocabulary),
-            "sha256": hashlib.sha256(listing.encode()).hexdigest(),
-            "case": "kept",
-            "unknown_share": round(float((arrays["tokens"] == UNK).mean()), 6),
-        },
+        "vocabulary": {"size": len(vocabulary), "unknown_share": round(float((arrays["tokens"] == UNK).mean()), 6)},
     }
-    documents = [
-        {"id": document.id, "sha256": document.sha256, "tokens": int(length), "held_out": document.held_out}
-        for document, length in zip(corpus.documents, lengths)
-    ]
-    manifest = {"summary": summary, "arrays": {n: len(array) for n, array in arrays.items()}, "documents": documents}
-    (directory / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    (directory / "manifest.json").write_text(json.dumps({"summary": summary, "arrays": list(arrays)}, indent=1))

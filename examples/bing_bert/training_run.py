@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass as plain_dataclass
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
 
 from ds_sparse.plan.model import Model, model_of_config
 from ds_sparse.plan.settings import BATCHES, Settings, read_settings
 from ds_sparse.plan.utilisation import StepWork
 from ds_sparse.tools.ranks import world_size
 
-import checkpoints
 from data import PretrainingData
 from device import device_name
 from modeling import BertConfig
-from report import mistakes
 
 SPARSE, DENSE = "sparse", "dense"
 
 
-@plain_dataclass(frozen=True)
+@dataclass(frozen=True)
 class TrainingRun:
     """Attributes:
     name: SPARSE or DENSE.
@@ -83,7 +77,7 @@ class TrainingRun:
         }
 
 
-@dataclass(config=ConfigDict(extra="forbid"))
+@dataclass
 class Position:
     """Where a run is; kept with its checkpoints."""
 
@@ -102,16 +96,6 @@ class Position:
     """It reached its end, by steps or by time, and was not stopped before."""
     max_steps: int | None = None
     """The --max-steps that it was started with last."""
-
-    @classmethod
-    def of(cls, checkpoint: checkpoints.Checkpoint | None) -> Position:
-        """The position of a checkpoint, or of a start; ValueError if a checkpoint holds something else."""
-        if checkpoint is None:
-            return cls(step=0)
-        try:
-            return TypeAdapter(cls).validate_python(checkpoint.state["position"])
-        except ValidationError as error:
-            raise ValueError(f"{checkpoint.path / checkpoints.STATE}: position: {mistakes(error)}.") from error
 
     def is_end(self, run: TrainingRun, max_steps: int | None) -> bool:
         """Says whether a resumed run has nothing left to do.

@@ -32,10 +32,9 @@ from device import DEVICE, DEVICE_SENTENCE, device_name  # before DeepSpeed, as 
 # isort: split
 from byte_text import Text, readable
 from corpus import load_corpus
-from deepspeed_json import load_kernels, read_deepspeed_config
+from deepspeed_json import read_deepspeed_config
 from deepspeed_train import STARTED, agree, arguments_of, engine_of, exit_status, mean_loss, parsed
-from report import Progress, forget_peak_memory, how_long, peak_memory_gib, say, speed_in_words
-from run_folders import run_folder
+from report import Progress, forget_peak_memory, how_long, peak_memory_gib, run_folder, say, speed_in_words
 
 HERE = Path(__file__).resolve().parent
 
@@ -172,7 +171,6 @@ def main() -> int:
     config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers, DEVICE)
     check_json(args.deepspeed_config)
     ds_sparse.init_distributed(verbose=False)
-    load_kernels(config, args.deepspeed_config)
     say(f"{how_long(args.max_steps, args.max_minutes)}.")
     text = Text(load_corpus(args.corpus).split(), args.max_seq_length, args.seed, args.eval_sequences)
     say(text.describe())

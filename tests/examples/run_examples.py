@@ -77,6 +77,6 @@ def fork(place: Path, rank: int, ranks: int, program: str, arguments: list[str])
 if __name__ == "__main__":
     CPU_Accelerator.is_fp16_supported = lambda self: True  # PyTorch has it on every CPU, if slowly
     # Pictures take longer than the training.
-    deepspeed_train.save_drawing = deepspeed_train.draw_results = lambda *_: None
+    deepspeed_train.draw_curves = deepspeed_train.write_page = lambda *_: None
     for ranks, program, arguments in json.loads(sys.argv[2]):
         print(json.dumps(run(Path(sys.argv[1]), ranks, program, arguments)), flush=True)

@@ -33,10 +33,10 @@ def test_memory_is_planned_on_any_gpu_and_time_where_rates_were_measured(monkeyp
     monkeypatch.setattr(dry_run, "DEVICE", torch.device("cuda"))
     monkeypatch.setattr(dry_run, "device_name", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
-    flops, memory, time = dry_run._cost(run)
+    flops, memory, time = dry_run.cost(run)
     assert flops == f"{run.work().flops / 1e12:,.3g} TFLOP a step and rank"
     assert memory.endswith(" GiB of the GPU's 80.0 while the loss is computed, as planned")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
-    _, memory, _ = dry_run._cost(run)
+    _, memory, _ = dry_run.cost(run)
     assert memory.endswith(" GiB of the GPU's 1.0 while the loss is computed, as planned: it does not fit")
     assert ("ms a step and" in time) == timed and ("--on here measures this machine" in time) != timed

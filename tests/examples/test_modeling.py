@@ -97,9 +97,13 @@ def test_the_convolution_shows_each_token_its_neighbours_before_the_first_layer(
 )
 def test_a_wrong_model_json_is_refused(tmp_path, changes, said):
     (tmp_path / "model.json").write_text(json.dumps({"bert_model_config": CONFIG.model_dump() | changes}))
-    with pytest.raises(ValueError, match=rf"model\.json: bert_model_config: {next(iter(changes))}: .*{said}|{said}: "):
+    with pytest.raises(ValueError, match=rf"(?s)model\.json: .*{next(iter(changes))}\n.*({said}|not permitted)"):
         BertConfig.read(str(tmp_path / "model.json"))
-    for text, said in (("{", "not valid JSON"), ("[]", "'bert_model_config' is missing"), ("{}", "is missing")):
+    for text, said in (
+        ("{", "Expecting property name"),
+        ("[]", "'bert_model_config' is missing"),
+        ("{}", "is missing"),
+    ):
         (tmp_path / "model.json").write_text(text)
         with pytest.raises(ValueError, match=f"model.json: .*{said}"):
             BertConfig.read(str(tmp_path / "model.json"))

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-import earlier_weights
+import checkpoints
 import phases
 
 
@@ -37,9 +37,9 @@ def test_each_phase_begins_where_the_one_before_ended_and_a_finished_one_is_not_
     before, after = weights(short, 3), weights(middle, 2)
     moved = (after[words] - before[words]).abs().max()
     assert moved < 0.02 < before[words].abs().max(), "two steps of AdamW with a warming learning rate"
-    positions = before[earlier_weights.POSITIONS][:128].repeat(2, 1)
-    assert (after[earlier_weights.POSITIONS][:256] - positions).abs().max() < 0.02
-    assert weights(long, 2)[earlier_weights.POSITIONS].shape[0] == 1024
+    positions = before[checkpoints.POSITIONS][:128].repeat(2, 1)
+    assert (after[checkpoints.POSITIONS][:256] - positions).abs().max() < 0.02
+    assert weights(long, 2)[checkpoints.POSITIONS].shape[0] == 1024
 
     assert printed.count("The JSON asks for Lamb, which DeepSpeed has on GPUs only: AdamW with lr 1e-3") == 6
     assert printed.count("The run ends after step 3 at most; ") == 2 and "minutes at most" not in printed
@@ -48,8 +48,9 @@ def test_each_phase_begins_where_the_one_before_ended_and_a_finished_one_is_not_
 
 
 def test_the_learning_rate_rises_in_a_line_and_then_falls_as_the_root_of_steps():
-    factor = phases.deepspeed_train.learning_rate_factor
-    assert [factor(4, step) for step in (0, 1, 3, 15)] == [0.25, 0.5, 1, 0.5]
+    optimizer = torch.optim.AdamW(torch.nn.Linear(1, 1).parameters(), lr=2.0)
+    (factor,) = phases.deepspeed_train.warmed_up(optimizer, warmup_steps=4).lr_lambdas
+    assert [factor(step) for step in (0, 1, 3, 15)] == [0.25, 0.5, 1, 0.5]
 
 
 @pytest.mark.parametrize("text", ["128", "128:0", "0:5", "128:5:dense:1", "128:5:wide", "a:5"])
@@ -59,10 +60,9 @@ def test_a_phase_is_a_length_and_steps(text):
     assert phases.phase("128:5") == (128, 5, "dense") and phases.phase("64:5:sparse") == (64, 5, "sparse")
 
 
-def test_a_run_without_a_checkpoint_gives_no_weights(monkeypatch, tmp_path):
-    monkeypatch.setattr(earlier_weights.checkpoints, "find", lambda *_: None)
+def test_a_run_without_a_checkpoint_gives_no_weights(tmp_path):
     with pytest.raises(ValueError, match="has no checkpoint; name a run's folder, such as 0001/dense."):
-        earlier_weights.take_weights(torch.nn.Linear(1, 1), tmp_path, {})
+        checkpoints.take_weights(torch.nn.Linear(1, 1), tmp_path, {})
 
 
 def main_of(monkeypatch, folder, *options):
