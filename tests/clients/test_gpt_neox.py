@@ -12,57 +12,34 @@ from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")
 HEADS, HEAD_DIM, TOKENS, BATCH = 4, 8, 128, 2
-TYPES = ("sparse_fixed", "sparse_variable", "local", "bigbird", "bslongformer")
+OF_HEADS, FIXED_OR_VARIABLE = {"different_layout_per_head": False}, {"horizontal_global_attention": False}
+LONGFORMER = {"global_block_indices": [0], "global_block_end_indices": None}
+TYPES = {
+    "sparse_fixed": ("Fixed", OF_HEADS | FIXED_OR_VARIABLE | {
+        "num_local_blocks": 4, "num_global_blocks": 1, "num_different_global_patterns": 1,
+    }),
+    "sparse_variable": ("Variable", OF_HEADS | FIXED_OR_VARIABLE | LONGFORMER | {
+        "num_random_blocks": 0, "local_window_blocks": [4],
+    }),
+    "local": ("LocalSlidingWindow", {"num_sliding_window_blocks": 4}),
+    "bigbird": ("BigBird", OF_HEADS | {
+        "num_random_blocks": 1, "num_sliding_window_blocks": 3, "num_global_blocks": 1,
+    }),
+    "bslongformer": ("BSLongformer", OF_HEADS | LONGFORMER | {"num_sliding_window_blocks": 3}),
+}  # fmt: skip
+"""Structures by their names in the program, and what it gives where its own settings do not."""
 
 
 def configure_sparse_attention(args, attention_type, num_attention_heads, mpu):
-    from deepspeed.ops.sparse_attention import (
-        BigBirdSparsityConfig,
-        BSLongformerSparsityConfig,
-        FixedSparsityConfig,
-        SparseSelfAttention,
-        VariableSparsityConfig,
-    )
-    from deepspeed.ops.sparse_attention.sparsity_config import LocalSlidingWindowSparsityConfig
+    from deepspeed.ops.sparse_attention import SparseSelfAttention, sparsity_config
 
-    given = args.sparsity_config.get
-    common = {"num_heads": num_attention_heads, "block": given("block", 16), "attention": "unidirectional"}
-    if attention_type != "local":
-        common["different_layout_per_head"] = given("different_layout_per_head", False)
-    if attention_type == "sparse_fixed":
-        config = FixedSparsityConfig(
-            **common,
-            num_local_blocks=given("num_local_blocks", 4),
-            num_global_blocks=given("num_global_blocks", 1),
-            num_different_global_patterns=given("num_different_global_patterns", 1),
-            horizontal_global_attention=False,
-        )
-    elif attention_type == "sparse_variable":
-        config = VariableSparsityConfig(
-            **common,
-            num_random_blocks=given("num_random_blocks", 0),
-            local_window_blocks=given("local_window_blocks", [4]),
-            global_block_indices=given("global_block_indices", [0]),
-            global_block_end_indices=given("global_block_end_indices", None),
-            horizontal_global_attention=False,
-        )
-    elif attention_type == "local":
-        window = given("num_local_blocks", given("num_sliding_window_blocks", 4))
-        config = LocalSlidingWindowSparsityConfig(**common, num_sliding_window_blocks=window)
-    elif attention_type == "bigbird":
-        config = BigBirdSparsityConfig(
-            **common,
-            num_random_blocks=given("num_random_blocks", 1),
-            num_sliding_window_blocks=given("num_sliding_window_blocks", 3),
-            num_global_blocks=given("num_global_blocks", 1),
-        )
-    elif attention_type == "bslongformer":
-        config = BSLongformerSparsityConfig(
-            **common,
-            num_sliding_window_blocks=given("num_sliding_window_blocks", 3),
-            global_block_indices=given("global_block_indices", [0]),
-            global_block_end_indices=given("global_block_end_indices", None),
-        )
+    name, defaults = TYPES[attention_type]
+    config = getattr(sparsity_config, f"{name}SparsityConfig")(
+        num_heads=num_attention_heads,
+        block=args.sparsity_config.get("block", 16),
+        attention="unidirectional",
+        **{key: args.sparsity_config.get(key, value) for key, value in defaults.items()},
+    )
     return SparseSelfAttention(sparsity_config=config, max_seq_length=args.seq_length, attn_mask_mode="add", mpu=mpu)
 
 

@@ -70,10 +70,8 @@ def test_a_signal_ends_it_as_it_would_the_program(folder):
 
 def test_a_program_that_is_not_there_is_one_sentence():
     run = as_child("program", ["/no/such/program"])
-    assert (
-        run.returncode == 1
-        and run.stderr == "ds_sparse run: /no/such/program cannot be started: No such file or directory.\n"
-    )
+    said = "ds_sparse run: /no/such/program cannot be started: No such file or directory.\n"
+    assert (run.returncode, run.stderr) == (1, said)
 
 
 def test_a_python_that_cannot_import_ds_sparse_does_not_go_on_without_deepspeed(folder):
@@ -82,9 +80,8 @@ def test_a_python_that_cannot_import_ds_sparse_does_not_go_on_without_deepspeed(
     (folder / "tries.py").write_text("try:\n    import deepspeed\nexcept ImportError:\n    print('without')\n")
     run = as_child("script", ["tries.py"], cwd=folder)
     assert run.returncode == 1 and run.stdout == ""
-    assert run.stderr.endswith(
-        f"RuntimeError: ds_sparse run: {sys.executable} cannot import ds_sparse: it is not built\n"
-    )
+    said = f"RuntimeError: ds_sparse run: {sys.executable} cannot import ds_sparse: it is not built\n"
+    assert run.stderr.endswith(said)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -96,11 +93,10 @@ def test_a_flag_without_effect_is_said_once(folder, rank):
     assert run.stdout.count("--deepspeed_sparse_attention has had no effect") == run.stdout.count("\n") == (rank == "0")
 
 
-@pytest.mark.parametrize("kind, words", [("script", ["crash.py"]), ("module", ["crash"])])
-def test_a_program_that_crashes_first_is_not_told_of_the_flag(folder, kind, words):
+@pytest.mark.parametrize("kind, word", [("script", "crash.py"), ("module", "crash")])
+def test_a_program_that_crashes_first_is_not_told_of_the_flag(folder, kind, word):
     (folder / "crash.py").write_text("raise KeyError('mine')\n")
-    environment = os.environ | {"RANK": "0"}
-    run = as_child(kind, words, "--deepspeed_sparse_attention", cwd=folder, env=environment)
+    run = as_child(kind, [word], "--deepspeed_sparse_attention", cwd=folder, env=os.environ | {"RANK": "0"})
     assert (run.returncode, run.stdout) == (1, "") and run.stderr.endswith("KeyError: 'mine'\n")
 
 

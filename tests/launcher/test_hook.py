@@ -17,6 +17,7 @@ import ds_sparse
 from ds_sparse.integrations import trainer as shared
 from ds_sparse.launcher import hook
 
+pytestmark = pytest.mark.usefixtures("installed")
 CONFIG = {
     "train_batch_size": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -38,13 +39,14 @@ def installed(monkeypatch):
     hook.install(deepspeed)
 
 
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("flag", ["sparse", "dense"])
-def test_initialize_follows_the_flag_of_the_launcher(flag, monkeypatch, capsys):
+@pytest.mark.parametrize("args", [None, SimpleNamespace(deepspeed_sparse_attention=False)])
+def test_initialize_follows_the_flag_of_the_launcher(flag, args, monkeypatch, capsys):
+    """Beside that of the program's own parser too, as bing_bert's: given before the script, it does not get it."""
     monkeypatch.setenv("DS_SPARSE_RUN", flag)
     model = make_model()
     parameters = list(model.parameters())
-    engine, *rest = deepspeed.initialize(model=model, model_parameters=parameters, config_params=dict(CONFIG))
+    engine, *rest = deepspeed.initialize(args, model, model_parameters=parameters, config_params=dict(CONFIG))
     assert len(rest) == 3 and all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ds_sparse:")]
     if flag == "sparse":
@@ -57,18 +59,6 @@ def test_initialize_follows_the_flag_of_the_launcher(flag, monkeypatch, capsys):
     engine.step()
 
 
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("flag", ["sparse", "dense"])
-def test_the_launchers_flag_counts_beside_that_of_the_programs_own_parser(flag, monkeypatch):
-    """bing_bert's own parser knows the flag; given before the script, it does not get it."""
-    monkeypatch.setenv("DS_SPARSE_RUN", flag)
-    model = make_model()
-    args = SimpleNamespace(deepspeed_sparse_attention=False)
-    deepspeed.initialize(args, model, model_parameters=model.parameters(), config=dict(CONFIG))
-    assert isinstance(model.layers[0], ds_sparse.BertSparseSelfAttention if flag == "sparse" else InTheManner)
-
-
-@pytest.mark.usefixtures("installed")
 def test_a_program_that_uses_ds_sparse_itself_gets_the_flag_and_may_switch_it_off(monkeypatch, tmp_path):
     monkeypatch.setenv("DS_SPARSE_RUN", "sparse")
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
@@ -89,14 +79,12 @@ def test_a_program_that_uses_ds_sparse_itself_gets_the_flag_and_may_switch_it_of
     assert isinstance(dense.layers[0], InTheManner)
 
 
-@pytest.mark.usefixtures("installed")
 def test_the_transformer_kernel_is_refused(monkeypatch):
     monkeypatch.setenv("DS_SPARSE_RUN", "sparse")
     with pytest.raises(ValueError, match="--deepspeed_transformer_kernel are both on"):
         deepspeed.initialize(SimpleNamespace(deepspeed_transformer_kernel=True), make_model(), config=dict(CONFIG))
 
 
-@pytest.mark.usefixtures("installed")
 def test_a_json_with_the_block_is_taken_everywhere(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG | {"zero_optimization": {"stage": 3}}))
@@ -109,7 +97,6 @@ def test_a_json_with_the_block_is_taken_everywhere(tmp_path):
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False or torch.cuda.is_available()
 
 
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("rank, waited", [("0", []), ("1", [hook.HEAD_START])])
 def test_a_wrong_block_is_said_by_rank_0_and_by_others_that_outlive_it(monkeypatch, capsys, rank, waited):
     """The launcher ends all ranks when the first one fails: others have ended before their wait is over."""
@@ -122,14 +109,12 @@ def test_a_wrong_block_is_said_by_rank_0_and_by_others_that_outlive_it(monkeypat
     assert (capsys.readouterr().err, waits) == (said, waited)
 
 
-@pytest.mark.usefixtures("installed")
 def test_what_else_a_program_raises_has_its_traceback(capsys):
     error = LookupError("of the program")
     sys.excepthook(type(error), error, error.__traceback__)
     assert capsys.readouterr().err.endswith("LookupError: of the program\n")
 
 
-@pytest.mark.usefixtures("installed")
 def test_programs_without_accelerate_import_the_trainers_module():
     """Where it is not installed, Transformers' module lacks what the hook wraps, and no Trainer can be made."""
     import transformers.trainer
@@ -143,7 +128,6 @@ def test_programs_without_accelerate_import_the_trainers_module():
         assert transformers.trainer.Trainer.get_train_dataloader is before
 
 
-@pytest.mark.usefixtures("installed")
 def test_the_trainer_deals_its_batches_to_the_ranks_of_a_sequence(monkeypatch):
     monkeypatch.setattr(shared, "sequence_batches", lambda loader, size: ("dealt", loader, size))
 

@@ -82,10 +82,7 @@ def test_a_host_that_is_more_than_a_name_is_refused(hosts, host):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            ["--num_gpus", "9" * 30],
-            "--num_gpus is a number of 30 digits; give the accelerators of one machine, 0 to 4096.",
-        ),
+        (["--num_gpus", "9" * 30], "--num_gpus is a number of 30 digits; give the accelerators of one machine, 0 to"),
         (["--num_gpus", "4097"], "--num_gpus is 4097; give "),
         (["--num_accelerators=-2"], "--num_gpus is -2; give "),
         (["--master_port", "65536"], "--master_port is 65536; give a port, 0 to 65535."),
@@ -97,17 +94,19 @@ def test_numbers_that_no_machine_has_are_refused(words, sentence):
     assert str(refused.value).startswith(sentence)
 
 
-def test_a_hostfile_that_is_none_gets_a_sentence(hosts, tmp_path):
-    for lines, sentence in (
-        (["worker-0 slots=99999999999999999999"], "hosts: slots of worker-0 is 99999999999999999999; give "),
-        (["worker-0"], "hosts: no hostfile, which has a line such as .*bad entry: worker-0"),
-        (["a slots=1", "a slots=1"], "hosts: no hostfile, .*multiple entries for a"),
-        ([], "hosts: no hostfile, .*empty"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            check("-H", hosts(*lines))
-    (tmp_path / "hosts").write_bytes(b"\xff slots=1")
-    with pytest.raises(ValueError, match="hosts: no hostfile, .*utf-8"):
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (b"worker-0 slots=99999999999999999999", "hosts: slots of worker-0 is 99999999999999999999; give "),
+        (b"worker-0", "hosts: no hostfile, which has a line such as .*bad entry: worker-0"),
+        (b"a slots=1\na slots=1", "hosts: no hostfile, .*multiple entries for a"),
+        (b"", "hosts: no hostfile, .*empty"),
+        (b"\xff slots=1", "hosts: no hostfile, .*utf-8"),
+    ],
+)
+def test_a_hostfile_that_is_none_gets_a_sentence(hosts, tmp_path, content, sentence):
+    (tmp_path / "hosts").write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
         check("-H", "hosts")
 
 
