@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.models.sequence_results import Case, Row, ranks_of
 from ds_sparse.bench.runs import restored
-from ds_sparse.plan.fitting import LABELLED, LONGEST_LAYOUT, NO_ATTENTION, BertStep, Results, bert_model
+from ds_sparse.plan.fitting import LABELLED, LONGEST_LAYOUT, NO_ATTENTION, BertStep, Results, bert_model, walk_in_bert
 from ds_sparse.plan.memory import GIB, memory_of
 from ds_sparse.plan.model import NAMED
 from ds_sparse.plan.operations import Work, whole_model
@@ -100,7 +100,8 @@ def compared_on_several(results: Results, rates: Rates) -> Iterator[Compared]:
         if step.seq_len > LONGEST_LAYOUT or step.tiles > 1 or step.activations == "offloaded":
             continue
         model, settings = step.model(), step.settings()
-        milliseconds = step_of(rates, model, settings, step.seq_len, [step.walk()] * model.layers).total
+        walk = walk_in_bert(step.structure, model.heads, step.seq_len)
+        milliseconds = step_of(rates, model, settings, step.seq_len, [walk] * model.layers).total
         gib = memory_of(model, settings, step.seq_len).total / GIB
         ranks = ranks_of(restored(Case, vars(step)), restored(Row, vars(step)))
         passes = f", {step.micro_batches} micro batches" if step.micro_batches > 1 else ""

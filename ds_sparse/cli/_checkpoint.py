@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..models.report import SparsifyReport
+from ._terminal import wrong
 
 
 def add_places(parser: argparse.ArgumentParser, description: str, examples: str) -> None:
@@ -28,30 +25,33 @@ def add_places(parser: argparse.ArgumentParser, description: str, examples: str)
     parser.add_argument("out", metavar="OUT", help="folder of the new checkpoint; it is new or empty")
 
 
-def write(args: argparse.Namespace, make: Callable[[Any], SparsifyReport]) -> int:
-    """Calls what writes to OUT, with the block of the file --config, and returns the exit status. Mistakes of a block
-    are those of its file, or of the checkpoint that it was made of where there is none."""
+def write(args: argparse.Namespace, how: str, **options: Any) -> int:
+    """Writes to OUT, with the block of the file --config, and returns the exit status. Mistakes of a block are those of
+    its file, or of the checkpoint that it was made of where there is none.
+
+    Args:
+        how: the function of integrations/transformers/checkpoint.py that writes.
+        options: its others.
+    """
     from ..config import SparseAttentionConfigError, load_config
     from ..config.file import name_of
 
     block: dict[str, Any] | None = None
     try:
-        from ..integrations.transformers.checkpoint import quiet
+        from ..integrations.transformers import checkpoint
 
         if args.config is not None:
             block = load_config(args.config).block
             if block is None:
                 raise ValueError(f"{args.config}: no sparse_attention block, so there is no structure.")
-        with quiet():
-            report = make(block)
+        with checkpoint.quiet():
+            report = getattr(checkpoint, how)(args.model, args.out, sparsity_config=block, **options)
     except SparseAttentionConfigError as error:
         of_block = name_of(block or {})  # what a mistake in it names, which is read without its file
         source = args.model if args.config is None else args.config
-        print(*(mistake.replace(of_block, source, 1) for mistake in error.mistakes), sep="\n", file=sys.stderr)
-        return 1
+        return wrong("\n".join(mistake.replace(of_block, source, 1) for mistake in error.mistakes))
     except (ValueError, ImportError, MemoryError) as error:
-        print(error, file=sys.stderr)
-        return 1
+        return wrong(error)
     print(report)
     print(f'{args.out}: saved. Load it with attn_implementation="ds_sparse".')
     return 0

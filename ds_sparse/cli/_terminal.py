@@ -1,4 +1,5 @@
-"""Output of commands: lines, in colour and below a bar where a person reads them, plain where they go elsewhere."""
+"""Output of commands: lines, in colour and below a bar where a person reads them, plain where they go elsewhere; and
+sentences about what is wrong."""
 
 from __future__ import annotations
 
@@ -6,6 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+def wrong(sentence: object, status: int = 1) -> int:
+    """Prints a sentence, or an error's, to standard error. Returns the exit status."""
+    print(sentence, file=sys.stderr)
+    return status
 
 
 class Terminal:

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from ..tools.arguments import positive
 from . import _checkpoint
-
-if TYPE_CHECKING:
-    from ..models.report import SparsifyReport
 
 _EXAMPLES = """\
   ds_sparse adapt roberta-base roberta-4096 --max-position 4096 --config ds.json
@@ -30,9 +26,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    def make(block: Any) -> SparsifyReport:
-        from ..integrations.transformers.checkpoint import adapt
-
-        return adapt(args.model, args.out, max_position=args.max_position, sparsity_config=block)
-
-    return _checkpoint.write(args, make)
+    return _checkpoint.write(args, "adapt", max_position=args.max_position)

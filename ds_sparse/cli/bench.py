@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from ..bench import IN_A_CLONE, OPERATIONS, sentence_of_clone
+from ._terminal import wrong
 
 SHOW = "show"
 
@@ -27,13 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.operation is None:
-        print(
-            f"ds_sparse bench: name what to time: {', '.join(OPERATIONS)}. See ds_sparse bench --help", file=sys.stderr
-        )
-        return 2
+        return wrong(f"ds_sparse bench: name what to time: {', '.join(OPERATIONS)}. See ds_sparse bench --help", 2)
     if args.operation not in (*OPERATIONS, SHOW):
-        print(f"ds_sparse bench: {sentence_of_clone(args.operation)}", file=sys.stderr)
-        return 2
+        return wrong(f"ds_sparse bench: {sentence_of_clone(args.operation)}", 2)
     # Here and not above: they import torch, which help does without.
     if args.operation == SHOW:
         from ..bench.show import main

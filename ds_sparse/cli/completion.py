@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from typing import Any
+
+from . import COMMANDS
+from ._terminal import wrong
 
 SHELLS = {
     "bash": 'eval "$(ds_sparse completion bash)"        # in ~/.bashrc',
@@ -26,16 +28,13 @@ def run(args: argparse.Namespace) -> int:
         with optional_imports():
             import shtab
     except ImportError as error:
-        print(f"ds_sparse completion: {error}", file=sys.stderr)
-        return 1
+        return wrong(f"ds_sparse completion: {error}")
     print(shtab.complete(_whole_parser(shtab.FILE), args.shell))
     return 0
 
 
 def _whole_parser(file: dict[str, Any]) -> argparse.ArgumentParser:
     """Every command with its arguments. file: completes arguments that have no choices."""
-    from . import COMMANDS
-
     parser = argparse.ArgumentParser(prog="ds_sparse")
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command")

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from . import _checkpoint
-
-if TYPE_CHECKING:
-    from ..models.report import SparsifyReport
 
 _EXAMPLES = """\
   ds_sparse convert allenai/longformer-base-4096 roberta-4096
@@ -27,9 +23,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    def make(block: Any) -> SparsifyReport:
-        from ..integrations.transformers.checkpoint import convert
-
-        return convert(args.model, args.out, sparsity_config=block)
-
-    return _checkpoint.write(args, make)
+    return _checkpoint.write(args, "convert")

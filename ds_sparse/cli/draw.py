@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +11,7 @@ from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..tools.arguments import positive
 from ..tools.block_sizes import rounded_up
+from ._terminal import wrong
 
 if TYPE_CHECKING:
     from ..config import LayerStructures
@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             _print(args, sheets)
     except (ValueError, ImportError, MemoryError) as error:
-        print(error, file=sys.stderr)
-        return 1
+        return wrong(error)
     return 0
 
 

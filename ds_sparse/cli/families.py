@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
+
+from ._terminal import wrong
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +21,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         from ..integrations.transformers.family_table import FAMILIES, markdown, rows
     except ImportError as error:
-        print(f"ds_sparse families: {error}", file=sys.stderr)
-        return 1
+        return wrong(f"ds_sparse families: {error}")
     unknown = [family for family in args.families if family not in FAMILIES]
     if unknown:
-        print(f"ds_sparse families: {unknown[0]!r} is none of {', '.join(FAMILIES)}.", file=sys.stderr)
-        return 1
+        return wrong(f"ds_sparse families: {unknown[0]!r} is none of {', '.join(FAMILIES)}.")
     table = rows(args.families or FAMILIES)
     if args.markdown:
         print(markdown(table))

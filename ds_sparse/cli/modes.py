@@ -3,7 +3,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from ..config import DEFAULT_MODE, STRUCTURE_ERRORS, describe, example_block, pa
 from ..sparsity import sparsity_class, sparsity_modes
 from ..sparsity._fields import json_fields, json_model
 from ..tools.wording import did_you_mean, one_of, reason
+from ._terminal import wrong
 
 _BLOCKS = 24
 """Blocks in a row of a picture: few, and enough for the random blocks of every mode."""
@@ -58,13 +58,11 @@ def run(args: argparse.Namespace) -> int:
     for mode in args.modes:
         if mode not in known:
             hint = did_you_mean(mode, known)
-            print(f"ds_sparse modes: {mode!r} is no mode; wanted {one_of(known)}.{hint}", file=sys.stderr)
-            return 1
+            return wrong(f"ds_sparse modes: {mode!r} is no mode; wanted {one_of(known)}.{hint}")
     try:
         found = [read_mode(mode) for mode in args.modes or known]
     except STRUCTURE_ERRORS as error:  # an entry point of a package, which is loaded here
-        print(f"ds_sparse modes: a mode's class does not load: {reason(error)}", file=sys.stderr)
-        return 1
+        return wrong(f"ds_sparse modes: a mode's class does not load: {reason(error)}")
     if args.json:
         print(json.dumps([asdict(mode) for mode in found], indent=2, default=repr))
     else:

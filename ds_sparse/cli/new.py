@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from ..sparsity import sparsity_modes
 from ..tools.arguments import positive
 from ..tools.block_sizes import rounded_up
 from ..tools.wording import did_you_mean, one_of, printable, show
+from ._terminal import wrong
 from .modes import read_mode
 
 _EXAMPLES = """\
@@ -80,11 +80,9 @@ def run(args: argparse.Namespace) -> int:
         with open(args.file, "w" if args.force else "x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        print(f"{printable(args.file)}: cannot be written: {error.strerror or error}.", file=sys.stderr)
-        return 1
+        return wrong(f"{printable(args.file)}: cannot be written: {error.strerror or error}.")
     except STRUCTURE_ERRORS as error:
-        print(error, file=sys.stderr)
-        return 1
+        return wrong(error)
     print(f"{printable(args.file)}: {said}.")
     return 0
 

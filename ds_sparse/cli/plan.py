@@ -5,9 +5,10 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..tools.arguments import positive
+from ._terminal import wrong
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -73,18 +74,14 @@ def run(args: argparse.Namespace) -> int:
     from ..plan.text import as_json, printed
 
     try:
-        block, made = _made(args)
+        made = _made(args)
     except (ValueError, ImportError, OSError, MemoryError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if block is None:
-        print(f"{args.file}: no sparse_attention block; this is the plan of dense training.", file=sys.stderr)
+        return wrong(error)
     print(json.dumps(as_json(made), indent=2) if args.json else printed(made))
     return 1 if made.fits is False else 0
 
 
-def _made(args: argparse.Namespace) -> tuple[dict[str, Any] | None, Plan]:
-    """The block of the file, and the plan."""
+def _made(args: argparse.Namespace) -> Plan:
     import torch
 
     from ..config import load_config
@@ -124,7 +121,10 @@ def _made(args: argparse.Namespace) -> tuple[dict[str, Any] | None, Plan]:
     memory = args.memory or MEMORY_GIB.get(rates.machine)
     if args.memory is None and gpu is not None and gpu.name == rates.machine:
         memory = gpu.total_memory / 2**30
-    return block, plan(rates, args.seq, args.document_tokens, memory)
+    made = plan(rates, args.seq, args.document_tokens, memory)
+    if block is None:
+        print(f"{args.file}: no sparse_attention block; this is the plan of dense training.", file=sys.stderr)
+    return made
 
 
 def _require_dtype(dtype: str, of_rates: str, machine: str) -> None:

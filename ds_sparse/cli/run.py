@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from ..integrations.flag import FLAG
+from ._terminal import wrong
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
         if asked is not None:
             command.check(asked)
     except (ValueError, ImportError) as error:
-        print(f"ds_sparse run: {error}", file=sys.stderr)
-        return 2
+        return wrong(f"ds_sparse run: {error}", 2)
     if asked is None:
         print(args.describe(), end="")
     else:

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 from ..tools.arguments import positive
-from ._terminal import Terminal
+from ._terminal import Terminal, wrong
 
 if TYPE_CHECKING:
     import torch
@@ -57,18 +56,15 @@ def run(args: argparse.Namespace) -> int:
         from ..bench.machine import conditions
         from ..verify.variants import variants
     except (ImportError, OSError) as error:
-        print(f"ds_sparse verify: {error}\nds_sparse report says what to do.", file=sys.stderr)
-        return 1
+        return wrong(f"ds_sparse verify: {error}\nds_sparse report says what to do.")
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
-        print("--device cuda: torch finds no CUDA GPU; ds_sparse report says why.", file=sys.stderr)
-        return 1
+        return wrong("--device cuda: torch finds no CUDA GPU; ds_sparse report says why.")
     device = torch.device(args.device or ("cuda" if has_gpu else "cpu"))
     everything = variants(device)
     names = list(dict.fromkeys(variant.operation for variant in everything))
     if args.operation not in (None, *names):
-        print(f"--operation {args.operation}: there are {', '.join(names)}.", file=sys.stderr)
-        return 2
+        return wrong(f"--operation {args.operation}: there are {', '.join(names)}.", 2)
     chosen = [variant for variant in everything if args.operation in (None, variant.operation)]
     about = {"device": str(device), "repeats": args.repeats, **conditions(device)}
     return _verify(args, chosen, device, about)

@@ -96,11 +96,9 @@ class BertStep:
         of_token = layer(model, attends) * model.layers + embeddings(model) + logits(model) * share
         return of_token.both * (self.batch * self.seq_len)
 
-    def predicted(self, rates: Rates, attention_dropout: float | None = None) -> float:
+    def predicted(self, rates: Rates) -> float:
         """Milliseconds of the step with attention."""
         model, walked = bert_model(self.device, self.dropout), self.walk()
-        if attention_dropout is not None:
-            model = replace(model, attention_dropout=attention_dropout)
         kernels = sum(rates.attention(walked, self.batch, model, self.seq_len, way) for way in DIRECTIONS)
         return rates.work(self.work(True)) + model.layers * kernels
 
@@ -141,10 +139,6 @@ class SequenceStep:
     def model(self) -> Model:
         """BERT whose logits are those of labelled tokens, in fp32, as in bing_bert."""
         return replace(bert_model(self.device), family="bing_bert")
-
-    def walk(self) -> Walk:
-        """Tiles of each layer's attention."""
-        return walk_in_bert(self.structure, bert_model(self.device).heads, self.seq_len)
 
     def settings(self) -> Settings:
         """Settings in the JSON of the bench."""
@@ -250,10 +244,11 @@ def rates_of(results: Results) -> Rates:
             "model without attention": in_short(errors),
         },
     )
-    dropped = [step for step in results.bert if step.dropout and step.attention != NO_ATTENTION]
-    is_dense = {"sparse": False, "dense": True}
-    by_kind = {name: [x for x in dropped if (x.attention == DENSE_IN_BERT) == is_dense[name]] for name in rates.dropout}
-    return replace(rates, dropout={name: _dropout(rates, steps) for name, steps in by_kind.items()})
+    dropped: dict[str, list[BertStep]] = {kind: [] for kind in rates.dropout}
+    for step in results.bert:
+        if step.dropout and step.attention != NO_ATTENTION:
+            dropped["dense" if step.attention == DENSE_IN_BERT else "sparse"].append(step)
+    return replace(rates, dropout={kind: _dropout(rates, steps) for kind, steps in dropped.items()})
 
 
 def fit(rows: Sequence[Sequence[float]], measured: Sequence[float | None]) -> tuple[list[float], list[float]]:
@@ -294,16 +289,14 @@ def _attention_rates(kernels: Sequence[Kernel]) -> tuple[dict[str, list[float]],
 
 
 def _dropout(rates: Rates, steps: Sequence[BertStep]) -> float:
-    """Milliseconds a score, of steps with dropout: what they took beyond the same without attention's."""
-    scores, extra = [], []
+    """Milliseconds a score, of steps with dropout: what they took beyond what rates without attention's predict."""
+    scores = extra = 0.0
     for step in steps:
         model, walked = bert_model(step.device), step.walk()
-        each = float(step.seq_len**2)
-        if walked is not None:
-            each = (walked.forward.computed + walked.backward.computed) / 2
-        scores.append(step.batch * model.heads * model.layers * each)
-        extra.append((step.milliseconds or 0.0) - step.predicted(rates, attention_dropout=0.0))
-    return max(0.0, sum(extra) / sum(scores)) if steps else 0.0
+        each = step.seq_len**2 * (walked.computed if walked else 1.0)
+        scores += step.batch * model.heads * model.layers * each
+        extra += (step.milliseconds or 0.0) - step.predicted(rates)
+    return max(0.0, extra / scores) if steps else 0.0
 
 
 def _least(steps: Iterable[SequenceStep], part: str) -> float | None:
@@ -318,13 +311,13 @@ def _least(steps: Iterable[SequenceStep], part: str) -> float | None:
 
 
 def _walk_of_case(case: Case) -> Walk:
-    name = (case.structure, case.block, case.heads, case.seq_len, repr(sorted(case.options.items())))
+    name = repr((case.structure, case.block, case.heads, case.seq_len, sorted(case.options.items())))
     if name not in _WALKS:
         _WALKS[name] = Walk.of(case.layout(), case.block)
     return _WALKS[name]
 
 
-_WALKS: dict[tuple[object, ...], Walk] = {}
+_WALKS: dict[str, Walk] = {}
 """Walks of the cases seen: several runs measured the same."""
 
 

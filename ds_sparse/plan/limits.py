@@ -11,7 +11,7 @@ from .layers import Kind
 from .memory import LEFT_FREE
 from .model import Model
 from .rates import Rates
-from .settings import Settings, unknown_optimizer
+from .settings import ADAMS, STATES, Settings
 
 TOKENS_MEASURED = {2: 32768, 4: 2048}
 """Tokens of a forward pass that rates come from, by the bytes of a number: 32 bits are those of a CPU."""
@@ -34,8 +34,9 @@ def _assumed(rates: Rates, model: Model, settings: Settings) -> list[str]:
         f"{model.attention_dropout:g}.",
         f"{LEFT_FREE:.0%} of the GPU's memory is left to CUDA, libraries and the allocator.",
     ]
-    if unknown := unknown_optimizer(settings):
-        said.append(unknown)
+    if settings.optimizer.lower() not in (*STATES, *ADAMS):
+        known = listed((*STATES, *ADAMS), "and")
+        said.append(f"optimizer {settings.optimizer} is counted as Adam; known are {known}.")
     if settings.gpus > 1:
         said.extend(_sent(rates, settings))
     if settings.offloads:

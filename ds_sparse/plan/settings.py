@@ -8,7 +8,7 @@ from typing import Any
 
 from ..integrations.deepspeed_sequence import KEY as RANKS
 from ..integrations.deepspeed_sequence import sequence_parallel_size
-from ..tools.wording import listed, show
+from ..tools.wording import show
 
 MICRO, TRAIN, STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
 BATCHES = MICRO, TRAIN, STEPS
@@ -111,11 +111,9 @@ def read_settings(
 def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: int, ranks: int) -> tuple[int, int]:
     """Sequences of a forward pass, and forward passes a step, by DeepSpeed's rule: a batch counts sequences."""
     groups = gpus // ranks
-    found = {key: config.get(key) for key in BATCHES}
+    found = {key: None if config.get(key) == "auto" else config.get(key) for key in BATCHES}
     for key, value in found.items():
-        if value == "auto":
-            found[key] = None
-        elif value is not None and (type(value) is not int or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{source}: {key}: got {show(value)}; wanted an integer of at least 1.")
     of_micro, train, steps = micro or found[MICRO], found[TRAIN], found[STEPS]
     if of_micro is None:
@@ -134,8 +132,8 @@ def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: in
 
 
 def _dtype(config: Mapping[str, Any], source: str) -> str:
-    on = [name for name in ("bf16", "bfloat16", "fp16") if _object(config, name, source).get("enabled") is True]
-    return {"bfloat16": "bf16"}.get(on[0], on[0]) if on else "fp32"
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+    return next((names[key] for key in names if _object(config, key, source).get("enabled") is True), "fp32")
 
 
 def _object(config: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
@@ -143,11 +141,3 @@ def _object(config: Mapping[str, Any], key: str, source: str) -> Mapping[str, An
     if not isinstance(value, Mapping):
         raise ValueError(f"{source}: {key}: got {show(value)}; wanted an object {{...}}.")
     return value
-
-
-def unknown_optimizer(settings: Settings) -> str | None:
-    """A sentence where the optimizer is counted as another."""
-    name = settings.optimizer.lower()
-    if name in STATES or name in ADAMS:
-        return None
-    return f"optimizer {settings.optimizer} is counted as Adam; known are {listed((*STATES, *ADAMS), 'and')}."
