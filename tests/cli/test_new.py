@@ -48,31 +48,6 @@ def test_deepspeed_takes_every_precision_with_every_stage(dtype, zero, new, caps
     assert config["zero_optimization"] == {"stage": int(zero)}
 
 
-@pytest.mark.parametrize(
-    ("options", "key", "value"),
-    [
-        (["--micro-batch", "4"], "train_micro_batch_size_per_gpu", 4),
-        (["--accumulate", "8"], "gradient_accumulation_steps", 8),
-        (["--lr", "3e-4"], "optimizer", 3e-4),
-        (["--block", "64"], "block", 64),
-        (["--set", "num_local_blocks=8"], "num_local_blocks", 8),
-        (["--set", "attention=unidirectional"], "attention", "unidirectional"),
-        (["--set", "strict_causal=true"], "strict_causal", True),
-    ],
-)
-def test_every_option_stands_in_the_file(options, key, value, new):
-    config, block = load_config(new(*options))
-    found = {**config, **block, "optimizer": config["optimizer"]["params"]["lr"]}
-    assert found[key] == value
-
-
-def test_random_blocks_come_with_a_seed_so_that_every_run_has_the_same(new):
-    block = load_config(new("--mode", "bigbird")).block
-    assert (block["num_random_blocks"], block["seed"]) == (1, 0)
-    assert load_config(new("--mode", "bigbird", "--set", "seed=7")).block["seed"] == 7
-    assert load_config(new("--mode", "bigbird", "--set", "num_random_blocks=0")).block["seed"] is None
-
-
 def test_the_length_and_the_heads_give_the_density_that_is_said(new, capsys):
     heads = ("--set", "different_layout_per_head=true", "--set", "num_random_blocks=3")
     path = new("--mode", "bigbird", "--block", "16", "--seq", "512", "--heads", "5", *heads)
@@ -102,31 +77,11 @@ def test_a_file_that_exists_is_overwritten_only_when_asked_to(new, capsys):
     assert load_config(path).block["mode"] == "fixed"
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--mode", "bigbrid"], 'Did you mean "bigbird"?'),
-        (["--block", "24"], "sparse_attention.block: got 24; wanted 8, 16, 32, 64 or 128."),
-        (["--mode", "bigbird", "--seq", "40", "--set", "num_sliding_window_blocks=5"], "of blocks in a row, 3!"),
-        (["--set", "num_locl_blocks=3"], 'unknown key (given 3). Did you mean "num_local_blocks"?'),
-        (["--set", "num_local_blocks"], "--set num_local_blocks: wanted KEY=VALUE"),
-        (["--set", "mode=dense"], "--set mode=dense: wanted KEY=VALUE, with a key of the mode"),
-        (["--block", "32", "--set", "block=16"], "block is given already, as 32."),
-        (["--set", "num_local_blocks=3", "--set", "num_global_blocks=2"], "must be dividable by number of global"),
-        (["--mode", "transformers_bigbird", "--block", "128", "--seq", "512"], "Use a smaller block, or mode dense."),
-    ],
-)
-def test_what_is_wrong_is_a_sentence_and_nothing_is_written(tmp_path, capsys, options, sentence):
-    assert main(["new", str(tmp_path / "ds.json"), *options]) == 1
+def test_what_is_wrong_is_a_sentence_and_nothing_is_written(tmp_path, capsys):
+    assert main(["new", str(tmp_path / "ds.json"), "--mode", "bigbrid"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and sentence in err
+    assert out == "" and 'Did you mean "bigbird"?' in err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["missing/ds.json", "."])
-def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path, capsys, name):
-    assert main(["new", str(tmp_path / name)]) == 1
-    assert "cannot be written: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--lr", "0"], ["--lr", "nan"], ["--zero", "4"], ["--dtype", "bf8"]])

@@ -48,12 +48,6 @@ def test_blocks_that_are_drawn_are_the_same_each_time_and_pythons_numbers_stay()
     assert random.getstate() == before
 
 
-def test_a_layout_that_is_too_large_is_a_sentence():
-    (kind,) = kinds({"mode": "fixed", "block": 16})
-    with pytest.raises(ValueError, match=r"1 layouts of 65,536 x 65,536 blocks are too large .* a larger block"):
-        walk_of(kind, MODEL, 2**20)
-
-
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_entries_are_those_of_the_index_and_halves_compute_what_their_owner_bits_say(block):
     layout = BSLongformerSparsityConfig(num_heads=2, block=block).make_bool_layout(2048)
@@ -70,17 +64,20 @@ def test_entries_are_those_of_the_index_and_halves_compute_what_their_owner_bits
         assert side.computed == sum(halves) * block * 64
 
 
-def test_a_dense_layout_wastes_nothing():
-    for block in (8, 16, 64, 128):
-        walk = Walk.of(torch.ones(1, 2048 // block, 2048 // block, dtype=torch.bool), block)
-        assert (walk.density, walk.computed, walk.loaded, walk.waste) == (1, 1, 1, 0)
-
-
-def test_what_single_blocks_waste():
-    """A diagonal of blocks of 16: each half of a tile multiplies its four blocks with all of its 64 rows."""
-    walk = Walk.of(torch.eye(128, dtype=torch.bool)[None], 16)
-    assert walk.waste == pytest.approx(3 / 4)
-    assert walk.loaded == pytest.approx(8 * walk.density)
+@pytest.mark.parametrize(
+    "layout, block, computed, loaded, waste",
+    [
+        (torch.ones(1, 256, 256), 8, 1, 1, 0),
+        (torch.ones(1, 32, 32), 64, 1, 1, 0),
+        (torch.ones(1, 16, 16), 128, 1, 1, 0),
+        # A diagonal: each half of a tile multiplies its four blocks with all of its 64 rows.
+        (torch.eye(128)[None], 16, 4 / 128, 8 / 128, 3 / 4),
+        (torch.zeros(1, 8, 8), 64, 0, 0, 0),
+    ],
+)
+def test_what_is_computed_and_loaded_of_a_layout_and_what_of_it_is_waste(layout, block, computed, loaded, waste):
+    walk = Walk.of(layout.bool(), block)
+    assert (walk.computed, walk.loaded, walk.waste) == pytest.approx((computed, loaded, waste))
 
 
 def test_heads_count_by_their_mean():
@@ -91,8 +88,3 @@ def test_heads_count_by_their_mean():
     assert len(layout) == 4
     alone = [Walk.of(layout[head : head + 1], 16) for head in range(4)]
     assert Walk.of(layout, 16).forward.computed == sum(walk.forward.computed for walk in alone) / 4
-
-
-def test_a_layout_without_a_block_costs_nothing():
-    walk = Walk.of(torch.zeros(1, 8, 8, dtype=torch.bool), 64)
-    assert (walk.computed, walk.waste) == (0, 0)

@@ -56,11 +56,6 @@ def test_a_short_sequence_needs_most_while_the_optimizer_steps():
     assert memory_of(MODEL, replace(SETTINGS, offloads=True), 8192).optimizer == 0
 
 
-def test_longer_sequences_make_the_table_of_positions_longer():
-    grown = memory_of(MODEL, SETTINGS, 8192).weights - memory_of(MODEL, SETTINGS, 512).weights
-    assert grown == 2 * (8192 - 512) * MODEL.hidden
-
-
 def advised(rates, settings, gib, most_ranks=MODEL.heads):
     return advise(rates, MODEL, settings, 8192, WALKS, gib, most_ranks)
 
@@ -92,8 +87,3 @@ def test_where_nothing_fits_there_is_no_advice(rates):
     assert advised(rates, settings, gib).settings.ranks == 8
     assert advised(rates, settings, 0.99 * gib) is None, "no more ranks than heads"
     assert advised(rates, settings, gib, most_ranks=1) is None, "without a block no ranks share a sequence"
-
-
-def test_tokens_a_second_are_those_of_all_gpus(rates):
-    found = advised(rates, Settings(2, 3, gpus=8), 139)
-    assert found.tokens_per_second(8192) == pytest.approx(2 * 3 * 8 * 8192 / found.step.total * 1e3)

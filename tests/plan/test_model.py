@@ -15,44 +15,26 @@ OWN = {
     ),
     "modernbert-base": transformers.ModernBertConfig(),
 }
+SMALL = {
+    "model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 128, "vocab_size": 100,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_named_model_is_that_of_transformers_defaults(name, tmp_path):
     OWN[name].save_pretrained(tmp_path)
-    found = vars(find_model(str(tmp_path))) | {"name": name}
-    if name == "modernbert-base":
-        found["tied"] = True
-    assert found == vars(NAMED[name])
+    changes = {"tied": True} if name == "modernbert-base" else {}
+    assert find_model(str(tmp_path), name=name, **changes) == NAMED[name]
 
 
 @pytest.mark.parametrize(
     "name, file", [("bing_bert-base", "bing_bert/bert_base"), ("neox-small", "gpt_neox/neox_small")]
 )
 def test_a_model_of_the_examples_is_that_of_its_file(name, file, request):
-    path = str(request.config.rootpath / "examples" / f"{file}.json")
-    found = vars(find_model(path, "gpt_neox" if name == "neox-small" else None))
-    own = vars(NAMED[name])
-    assert {key for key in own if own[key] != found[key]} <= {"name", "positions"}
-
-
-def test_fields_are_replaced_where_they_are_given():
-    model = find_model("bert-base", dropout=0.0, attention_dropout=None)
-    assert (model.dropout, model.attention_dropout) == (0.0, 0.1)
-
-
-def written(folder, **changes):
-    content = {
-        "model_type": "bert",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 100,
-    } | changes
-    path = folder / "config.json"
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-    return str(path)
+    path, own = str(request.config.rootpath / "examples" / f"{file}.json"), NAMED[name]
+    given = "gpt_neox" if name == "neox-small" else None  # the other file says what it is
+    assert find_model(path, given, name=name, positions=own.positions, dropout=None) == own
 
 
 @pytest.mark.parametrize(
@@ -66,12 +48,8 @@ def written(folder, **changes):
     ],
 )
 def test_a_file_that_says_too_little_ends_in_a_sentence(changes, sentence, tmp_path):
-    path = written(tmp_path, **changes)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in (SMALL | changes).items() if value is not None}))
     with pytest.raises(ValueError) as raised:
-        find_model(path)
+        find_model(str(path))
     assert str(raised.value).startswith(f"--model {path}: {sentence}")
-
-
-def test_a_name_that_is_none_is_answered_with_all_names():
-    with pytest.raises(ValueError, match="--model bert-bse: no such file, and not one of bert-base, bert-large,"):
-        find_model("bert-bse")

@@ -57,34 +57,9 @@ def test_gradients_and_weights_are_sent_as_zero_has_it(stage, sent, got):
     assert shared == reduced(MODEL, settings, 8192) * (2 if stage == 3 else 1), "whole gradients where ranks share"
 
 
-@pytest.mark.parametrize(
-    "gpus, ranks, crosses",
-    [(8, 8, False), (16, 8, False), (16, 1, False), (16, 16, True), (12, 3, True), (6, 3, False)],
-)
-def test_groups_that_do_not_divide_a_node_cross_its_border(gpus, ranks, crosses):
-    assert crosses_nodes(Settings(1, gpus=gpus, ranks=ranks)) == crosses
-
-
-def test_a_step_of_several_passes_repeats_all_but_the_optimizer(step):
-    once, twice = step(), step(accumulation=2)
-    for name in ("products", "kernels", "attention"):
-        assert getattr(twice, name) == pytest.approx(2 * getattr(once, name))
-    assert (twice.optimizer, twice.training) == (once.optimizer, once.training)
-
-
-def test_layers_count_each_by_what_they_attend_to(step):
-    dense, mixed = (step(walks=walks).attention for walks in ([None] * 12, [*WALKS[:9], None, None, None]))
-    assert mixed == pytest.approx((9 * step().attention + 3 * dense) / 12)
-
-
-def test_checkpoints_repeat_the_forward_pass(step):
-    kept, again = step(), step(checkpoints=True)
-    assert kept.checkpoints == 0
-    assert 0.2 < again.checkpoints / (kept.products + kept.kernels + kept.attention) < 0.4
-
-
-def test_zero_divides_the_optimizers_work_among_gpus(step):
-    assert step(gpus=8, zero_stage=1).optimizer == pytest.approx(step(gpus=8).optimizer / 8)
+def test_groups_that_do_not_divide_a_node_cross_its_border():
+    cases = [(8, 8), (16, 8), (16, 1), (6, 3), (16, 16), (12, 3)]
+    assert [crosses_nodes(Settings(1, gpus=gpus, ranks=ranks)) for gpus, ranks in cases] == [False] * 4 + [True] * 2
 
 
 def test_ranks_of_a_sequence_compute_a_part_of_it_and_copy_what_they_send(rates, step):
