@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .communication import crosses_nodes
@@ -47,20 +47,15 @@ def advise(
         memory_gib: of a GPU.
         most_ranks: that can share a sequence.
     """
-    for wanted in _in_order(settings, most_ranks):
-        if (found := largest_batch(model, wanted, seq_len, memory_gib)) is not None:
-            return Advice(found, step_of(rates, model, found, seq_len, walks))
-    return None
-
-
-def _in_order(settings: Settings, most_ranks: int) -> Iterator[Settings]:
-    yield replace(settings, ranks=1, checkpoints=False)
     shared = [
         replace(settings, ranks=ranks, checkpoints=True)
         for ranks in range(1, min(most_ranks, settings.gpus) + 1)
         if settings.gpus % ranks == 0
     ]
-    yield from sorted(shared, key=crosses_nodes)
+    for wanted in (replace(settings, ranks=1, checkpoints=False), *sorted(shared, key=crosses_nodes)):
+        if (found := largest_batch(model, wanted, seq_len, memory_gib)) is not None:
+            return Advice(found, step_of(rates, model, found, seq_len, walks))
+    return None
 
 
 def largest_batch(model: Model, settings: Settings, seq_len: int, memory_gib: float) -> Settings | None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -149,9 +150,8 @@ def kinds_of(block: Mapping[str, Any] | None, model: Model, source: str) -> list
         return [Kind(tuple(range(model.layers)), None)]
     structures = read_block(block, model.heads, source=source, num_layers=model.layers).of_all(model.layers)
     alike: dict[tuple[int, int | None], list[int]] = {}
-    for number, structure in enumerate(structures):
-        window = model.windows[number] if model.windows else None
-        alike.setdefault((id(structure if window is None else None), window), []).append(number)
+    for number, window in enumerate(model.windows or [None] * model.layers):
+        alike.setdefault((id(structures[number]) if window is None else 0, window), []).append(number)
     return [
         Kind(tuple(layers), structures[layers[0]] if window is None else None, window)
         for (_, window), layers in alike.items()
@@ -198,14 +198,13 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
     Raises:
         ValueError: the structure has no layout of this length; a layout too large to be laid out here.
     """
-    blocks = -(-seq_len // kind.block)
+    blocks, structure = -(-seq_len // kind.block), kind.structure
     if kind.window is not None:
         row = torch.arange(blocks)
         near = (row[:, None] - row).abs() <= -(-kind.window // WINDOW_BLOCK)
         return Walk.of(near[None], WINDOW_BLOCK)
-    if kind.structure is None:
+    if structure is None:
         return None
-    structure = kind.structure
     heads = structure.num_heads if structure.different_layout_per_head else 1
     if heads * blocks**2 > MOST_BLOCKS:
         raise ValueError(
@@ -236,10 +235,5 @@ def _same_draws() -> Iterator[None]:
 
 def layers_in_words(numbers: tuple[int, ...]) -> str:
     """The numbers as keys of `layers` have them: 0-5,7."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)
+    runs = ([n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]))
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -219,7 +219,5 @@ def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Se
         sum(rates.attention(those, settings.micro_batch, own, seq_len, way) for way in (FORWARD, BACKWARD))
         for those in (walked, None)
     )
-    parts = (1.0, 1.0, 1.0, 0.0)
-    if walked is not None:
-        parts = walked.density, walked.computed, walked.loaded, walked.waste
+    parts = (walked.density, walked.computed, walked.loaded, walked.waste) if walked else (1.0, 1.0, 1.0, 0.0)
     return Layers(layers_in_words(kind.layers), kind.in_words(), len(kind.layers), *parts, sparse, dense)

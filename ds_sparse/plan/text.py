@@ -124,18 +124,16 @@ def _time(plan: Plan) -> Iterator[str]:
         sparse, dense = getattr(plan.step, name), getattr(plan.dense_step, name)
         if sparse or dense:
             yield f"{words:24} {sparse:10.1f} {dense:10.1f}"
-    yield f"{'together':24} {plan.step.total:10.1f} {plan.dense_step.total:10.1f}"
-    steps = plan.step.total, plan.dense_step.total
-    yield f"{'tokens a second':24} " + " ".join(f"{plan.tokens / step * 1e3:10,.0f}" for step in steps)
-    sparse, dense = (plan.model_flops + of for of in (plan.attention_flops, plan.dense_attention_flops))
-    yield f"{'TFLOP':24} {sparse / 1e12:10.1f} {dense / 1e12:10.1f}"
-    rates = (flops / step / 1e9 for flops, step in zip((sparse, dense), steps))
-    yield f"{'TFLOP/s':24} " + " ".join(f"{rate:10.0f}" for rate in rates)
+    sparse, dense = plan.step.total, plan.dense_step.total
+    yield f"{'together':24} {sparse:10.1f} {dense:10.1f}"
+    yield f"{'tokens a second':24} {plan.tokens / sparse * 1e3:10,.0f} {plan.tokens / dense * 1e3:10,.0f}"
+    of_sparse, of_dense = (plan.model_flops + of for of in (plan.attention_flops, plan.dense_attention_flops))
+    yield f"{'TFLOP':24} {of_sparse / 1e12:10.1f} {of_dense / 1e12:10.1f}"
+    yield f"{'TFLOP/s':24} {of_sparse / sparse / 1e9:10.0f} {of_dense / dense / 1e9:10.0f}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    parts = {name: size for name, size in plan.memory.parts().items() if size}
-    each = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    each = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.memory.parts().items() if size)
     yield f"memory: {plan.memory.total / GIB:.1f} GiB {plan.memory.at}: {each}"
     if plan.memory_gib is None or plan.longest is None:
         yield "the longest sequence: the GPU's memory is not known; give it with --memory GIB."
@@ -190,12 +188,10 @@ def _dense(plan: Plan) -> Iterator[str]:
             f"dense is faster: its step takes {plan.gain:.2f} times as long. Train without the flag, or with a layout "
             "of fewer blocks."
         )
-    at = ", ".join(f"{of.seq_len:,}: {of.dense / of.sparse:.2f}" for of in plan.lengths)
-    shortest = plan.measured_tokens[0]
-    unmeasured = (
-        f" (shorter than {shortest:,}: not measured)" if plan.lengths and plan.lengths[0].seq_len < shortest else ""
-    )
     if len(plan.lengths) > 1:
+        at = ", ".join(f"{of.seq_len:,}: {of.dense / of.sparse:.2f}" for of in plan.lengths)
+        shortest = plan.measured_tokens[0]
+        unmeasured = f" (shorter than {shortest:,}: not measured)" if plan.lengths[0].seq_len < shortest else ""
         yield f"with as many tokens in sequences of other lengths, dense over sparse: {at}{unmeasured}."
     if plan.dense_is_faster_to is not None and plan.gain >= 1:
         yield f"dense is faster at {plan.dense_is_faster_to:,} tokens and fewer."

@@ -58,11 +58,15 @@ def test_the_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["chekc"], ["--nonsense"], ["check"], ["check", "a.json", "--seq", "0"], ["check", "a", "--seq", "x"]]
-)
+    "words",
+    [
+        "chekc", "--nonsense", "check", "check a.json --seq 0", "check a.json --seq 1.5", "draw a.json --layer -1",
+        "new a.json --lr 0", "new a.json --lr nan", "new a.json --zero 4", "new a.json --dtype bf8",
+    ],
+)  # fmt: skip
 def test_wrong_usage_exits_with_2(words, capsys):
     with pytest.raises(SystemExit) as left:
-        main(words)
+        main(words.split())
     assert left.value.code == 2
     assert "usage: ds_sparse" in capsys.readouterr().err
 

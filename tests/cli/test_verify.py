@@ -115,14 +115,6 @@ def test_more_seconds_are_more_rounds_with_other_numbers(monkeypatch, capsys):
     assert len(seeds) > 1 and min(seeds) == 7
 
 
-def test_an_unknown_operation_and_a_gpu_that_is_not_there_are_sentences(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["verify", "--operation", "sddd"]) == 2
-    assert "--operation sddd: there are block_sparse_attention, packed attention," in capsys.readouterr().err
-    assert main(["verify", "--device", "cuda"]) == 1
-    assert "torch finds no CUDA GPU" in capsys.readouterr().err
-
-
 def test_a_person_sees_a_bar_and_a_pipe_plain_lines(monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
