@@ -1,5 +1,6 @@
 """The data of the pretraining example: packing, masking, order, what is held out."""
 
+from functools import partial
 import json
 import math
 import os
@@ -259,11 +260,9 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize("arguments, said", IMPOSSIBLE)
 def test_impossible_arguments_and_batches_are_refused_at_once(tokenized, data, arguments, said):
+    asked = data.batches if "global_batch" in arguments else partial(PretrainingData, tokenized, sequence_length=T)
     with pytest.raises(ValueError, match=said):
-        if "global_batch" in arguments:
-            data.batches(**arguments)
-        else:
-            PretrainingData(tokenized, **{"sequence_length": T} | arguments)
+        asked(**arguments)
 
 
 def test_the_manifest_says_what_went_in(data, tokenized, tmp_path):
