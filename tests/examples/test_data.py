@@ -1,10 +1,10 @@
 """The data of the pretraining example: packing, masking, order, what is held out."""
 
-from functools import partial
 import json
 import math
 import os
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
