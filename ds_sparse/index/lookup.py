@@ -19,8 +19,8 @@ from .transforms import in_a_thread, unwrap_functorch
 from .window import WindowIndex, index_of_row
 from .window_sizes import WindowNumbers
 
-_of_given: Cache[Any] = Cache(most=1024)
-"""Indices of tensors and other indices, kept as long as these live."""
+_of_layouts, _copies, _of_documents, _of_rows, _of_pairs, _of_lists = (Cache[Any](most=1024) for _ in range(6))
+"""Indices of tensors and other indices, kept as long as these live: so many of each kind."""
 
 _of_windows: Cache[WindowIndex] = Cache(most=64)
 
@@ -56,8 +56,7 @@ def index_of_layout(layout: Tensor, block: int, device: torch.device) -> BlockIn
     each sample of torch.vmap."""
     layout = unwrap_functorch("The layout", layout)
     on = layout.device if device.type == "meta" else device
-    key = index_of_layout, block, on
-    return _of_given.get(key, lambda: BlockIndex.build(layout.to(on), block), _LAYOUT, on, [layout])
+    return _of_layouts.get((block, on), lambda: BlockIndex.build(layout.to(on), block), _LAYOUT, on, [layout])
 
 
 def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
@@ -67,7 +66,7 @@ def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
             f"The BlockIndex is on {index.device} and query on {device}, and under torch.compile it cannot be copied; "
             f"pass index.to({str(device)!r})."
         )
-    return _of_given.get((copy_of, device), lambda: index.to(device), owners=[index])
+    return _copies.get(device, lambda: index.to(device), owners=[index])
 
 
 def packed_index_of(
@@ -78,7 +77,7 @@ def packed_index_of(
     def build() -> PackedIndex:
         return PackedIndex.build(_indexed(layout, block), cu_seqlens, block, device=device)
 
-    return _of_given.get((packed_index_of, block, device), build, _PACKED, device, _owners(layout, cu_seqlens))
+    return _of_documents.get((block, device), build, _PACKED, device, _owners(layout, cu_seqlens))
 
 
 def row_index_of(
@@ -89,14 +88,18 @@ def row_index_of(
     def build() -> WindowIndex:
         return index_of_row(_indexed(layout, block), cu_seqlens, block, tokens, causal, device)
 
-    key = row_index_of, block, tokens, causal, device
-    return _of_given.get(key, build, _ROW, device, _owners(layout, cu_seqlens))
+    key = block, tokens, causal, device
+    return _of_rows.get(key, build, _ROW, device, _owners(layout, cu_seqlens))
 
 
 def packed_pairs_of(index: TokenIndex, cu_seqlens: Tensor, document_layout: str) -> TokenIndex:
     """Pairs of the documents of a batch, built at first use and after a change of `cu_seqlens`."""
-    key, owners = (packed_pairs_of, document_layout), _owners(index, cu_seqlens)
-    return _of_given.get(key, lambda: index.packed(cu_seqlens, document_layout), _PACKED_PAIRS, index.device, owners)
+    owners = _owners(index, cu_seqlens)
+
+    def build() -> TokenIndex:
+        return index.packed(cu_seqlens, document_layout)
+
+    return _of_pairs.get(document_layout, build, _PACKED_PAIRS, index.device, owners)
 
 
 def index_of_window(
@@ -110,7 +113,7 @@ def index_of_window(
     key = tokens, numbers, device
     if cu_seqlens is None:
         return _of_windows.get(key, build, _WINDOW, device)
-    return _of_given.get(key, build, _WINDOW, device, _owners(cu_seqlens))
+    return _of_rows.get(key, build, _WINDOW, device, _owners(cu_seqlens))
 
 
 def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: int, keys: int) -> TokenIndex:
@@ -118,8 +121,7 @@ def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: in
     one is changed."""
     tensors = tensors_in(given)
     device = next((x.device for x in tensors if not x.is_cpu), CPU)
-    key = index_of_lists, queries, keys, _nesting(given)
-    return _of_given.get(key, build, _LISTS, device, tensors)
+    return _of_lists.get((queries, keys, _nesting(given)), build, _LISTS, device, tensors)
 
 
 def _owners(*given: Tensor | BlockIndex | TokenIndex) -> list:

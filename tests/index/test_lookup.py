@@ -16,6 +16,7 @@ from ds_sparse.index.lookup import copy_of, index_of_layout, index_of_lists, ind
 from ds_sparse.index.packed import mask_of_documents
 from ds_sparse.index.window_sizes import WindowNumbers
 
+OF_LOOKUPS = [name for name, kept in vars(lookup).items() if isinstance(kept, Cache)]
 CPU = torch.device("cpu")
 ENDS = torch.tensor([1, 3])
 ALL, EDGES = TokenIndex.from_mask(torch.ones(3, 3, dtype=torch.bool)), torch.tensor([0, 1, 3])
@@ -76,7 +77,8 @@ CALLS = [
 @pytest.mark.parametrize(("call", "given", "then"), [*CALLS, (attention_of_a_window, None, None)])
 def test_operations_keep_their_indices_here(call: Callable, given, then, captures, monkeypatch: pytest.MonkeyPatch):
     kept = Cache()
-    monkeypatch.setattr(lookup, "_of_windows" if given is None else "_of_given", kept)
+    for name in OF_LOOKUPS:
+        monkeypatch.setattr(lookup, name, kept)
     given = None if given is None else given.clone()
     captures.return_value = False
     expected = call(given)
@@ -154,6 +156,15 @@ def test_pairs_of_documents_are_kept_for_each_index_and_document_layout():
     assert packed_pairs_of(ALL, EDGES, "row") is not own
     other = TokenIndex.from_mask(torch.ones(3, 3, dtype=torch.bool).tril())
     assert packed_pairs_of(other, EDGES, "own").num_pairs == 4 and own.num_pairs == 5
+
+
+def test_indices_of_one_kind_leave_those_of_others(monkeypatch: pytest.MonkeyPatch):
+    for name in OF_LOOKUPS:
+        monkeypatch.setattr(lookup, name, Cache(most=1))
+    layouts = torch.ones(2, 2, 2, dtype=torch.bool).unbind()
+    pairs, first, second = packed_pairs_of(ALL, EDGES, "own"), *(index_of_layout(x, 16, CPU) for x in layouts)
+    assert packed_pairs_of(ALL, EDGES, "own") is pairs and index_of_layout(layouts[1], 16, CPU) is second
+    assert index_of_layout(layouts[0], 16, CPU) is not first
 
 
 def test_nothing_is_built_in_a_trace_or_a_capture(captures: mock.Mock):
