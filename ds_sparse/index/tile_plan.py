@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 import torch
@@ -70,11 +70,8 @@ class TilePlan:
             tiles: heights in tokens, each twice the one before; at most the first is of a single line.
 
         Raises:
-            ValueError: a tile that is not a power of two, or has more lines than an entry has bits for; other heights
-                together.
+            ValueError: a tile that is not a power of two, or has more lines than an entry has bits for.
         """
-        if any(taller != 2 * tile for tile, taller in pairwise(tiles)):
-            raise ValueError(f"tiles are {tiles}; each has to be twice the one before.")
         for tile in tiles:
             if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > MAX_LINES * block:
                 raise ValueError(

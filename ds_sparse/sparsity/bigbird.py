@@ -58,8 +58,6 @@ class BigBirdSparsityConfig(SparsityConfig):
     length_rules = (random_blocks_fit, window_fits, global_blocks_fit)
     json_defaults: ClassVar[dict[str, Any]] = {"num_random_blocks": 0}
 
-    _steps = ("set_random_layout", "set_sliding_window_layout", "set_global_layout_itc")
-
     @row_step
     def set_random_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the random blocks, by DeepSpeed's name."""

@@ -62,8 +62,6 @@ class BSLongformerSparsityConfig(SparsityConfig):
         yield from super().cautions_at(blocks)
         yield from indices_beyond(self.global_block_indices, blocks)
 
-    _steps = ("set_sliding_window_layout", "set_global_layout")
-
     @row_step
     def set_sliding_window_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the sliding window, by DeepSpeed's name."""

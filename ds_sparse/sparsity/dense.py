@@ -23,8 +23,6 @@ class DenseSparsityConfig(SparsityConfig):
                  [1, 1]]])
     """
 
-    _steps = ("_all",)
-
     @row_step
     def _all(self, h: int, blocks: int) -> RowStep:
         return lambda live, rows: live.fill_(1)

@@ -95,8 +95,6 @@ class FixedSparsityConfig(SparsityConfig):
                 f"num_global_blocks above 1 makes stripes that start at the first global row, {REACHES_AHEAD}",
             )
 
-    _steps = ("set_local_layout", "set_global_layout")
-
     @row_step
     def set_local_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the local windows, by DeepSpeed's name."""

@@ -37,8 +37,6 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
     length_rules = (window_fits,)
 
-    _steps = ("set_sliding_window_layout",)
-
     @row_step
     def set_sliding_window_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the sliding window, by DeepSpeed's name."""

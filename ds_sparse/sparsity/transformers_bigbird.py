@@ -68,8 +68,6 @@ class TransformersBigBirdSparsityConfig(SparsityConfig):
     length_rules = (long_enough_for_blocks,)
     json_defaults: ClassVar[dict[str, Any]] = {"num_random_blocks": 0}  # as in bigbird, whose key it is
 
-    _steps = ("_random", "_window", "_edges")
-
     @row_step
     def _random(self, h: int, blocks: int) -> RowStep:
         require(long_enough_for_blocks(self.num_random_blocks, blocks))

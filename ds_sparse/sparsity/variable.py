@@ -89,8 +89,6 @@ class VariableSparsityConfig(SparsityConfig):
         yield from super().cautions_at(blocks)
         yield from indices_beyond(self.global_block_indices, blocks)
 
-    _steps = ("set_random_layout", "set_local_layout", "set_global_layout")
-
     @row_step
     def set_random_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the random blocks, by DeepSpeed's name."""
