@@ -15,16 +15,14 @@ from ds_sparse.tools.extras import EXTRAS, optional_imports
 ROOT = Path(__file__).parents[1]
 ABSENT = (*EXTRAS, "accelerate", "pandas", "tqdm")
 # Python that finds none of these packages, as where they are not installed.
-BLOCK = "\n".join(
-    (
-        "import sys",
-        "class Absent:",
-        "    def find_spec(self, name, path=None, target=None):",
-        f"        if name.partition('.')[0] in {ABSENT}:",
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)",
-        "sys.meta_path.insert(0, Absent())",
-    )
-)
+BLOCK = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
 CORE = """
 import torch, ds_sparse
 import ds_sparse.cli.bench, ds_sparse.cli.check, ds_sparse.cli.draw
@@ -57,29 +55,17 @@ print(main(["run", "train.py"]))
 """
 
 
-@pytest.fixture(scope="module")
-def printed() -> list[str]:
-    """By the core, what needs more, and `ds_sparse run`, in one Python without the packages."""
-    command = [sys.executable, "-c", BLOCK + CORE + TRY]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    return ended.stdout.splitlines()
-
-
 def sentence_of(package: str) -> str:
     extra = EXTRAS[package]
     return f"This part of ds_sparse needs {package}, which is not installed: pip install 'ds_sparse[{extra}]'."
 
 
-def test_the_core_works_without_what_extras_bring(printed: list[str]):
-    assert printed[0] == "works"
-
-
-def test_a_missing_package_is_a_sentence_that_names_the_extra(printed: list[str]):
-    assert printed[1:5] == [sentence_of(package) for package in NEEDS]
-
-
-def test_run_without_deepspeed_is_that_sentence_alone(printed: list[str]):
-    assert printed[5:] == [f"ds_sparse run: {sentence_of('deepspeed')}", "2"]
+def test_the_core_works_without_what_extras_bring():
+    """The core, what needs more, and `ds_sparse run`, in one Python without the packages."""
+    command = [sys.executable, "-c", BLOCK + CORE + TRY]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    sentences = [sentence_of(package) for package in NEEDS]
+    assert ended.stdout.splitlines() == ["works", *sentences, f"ds_sparse run: {sentence_of('deepspeed')}", "2"]
 
 
 def test_an_import_that_fails_otherwise_stays_what_it_is():

@@ -78,14 +78,6 @@ def test_softmax_of_scores_that_are_minus_infinity_throughout_is_zero():
     assert not reference.softmax(scores, torch.ones(1, 1, dtype=torch.bool), 8, 1).any()
 
 
-def test_attention_on_a_full_layout_is_dense_attention():
-    rng = seeded()
-    query, key, value = (random(rng, 2, 3, 16, 4) for _ in range(3))
-    ours = reference.attention(query, key, value, torch.ones(2, 2, dtype=torch.bool), 8, scale=0.5, causal=True)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_attention_by_hand():
     """Short last blocks, heads that share keys, another layout for each head: token by token."""
     rng, block, tokens, keys = seeded(), 8, 13, 19

@@ -65,9 +65,6 @@ def test_the_schema_is_a_schema_with_descriptions_and_defaults():
     [
         {},
         {"num_random_blocks": 0, "local_window_blocks": [4], "global_block_end_indices": None},
-        {"mode": "dense"},
-        {"mode": "variable", "global_block_end_indices": [3]},
-        {"mode": "bigbird", "seed": 1},
         {"mode": "bigbird", "block": 16.0, "local_window_blocks": [4.0], "seed": 1e30},
         {"mode": "variable", "global_block_end_indices": "None"},
         {"global_block_end_indices": "None,", "seed": "None"},
@@ -78,6 +75,7 @@ def test_the_schema_is_a_schema_with_descriptions_and_defaults():
     ids=str,
 )
 def test_the_schema_takes_what_the_reader_takes(block, validator):
+    """Besides what is drawn below."""
     read_block(block, 4)
     validator.validate({"train_batch_size": 8, "sparse_attention": block})
 
@@ -86,18 +84,8 @@ def test_the_schema_takes_what_the_reader_takes(block, validator):
     "block",
     [
         None,
-        {"blok": 16},
-        {"block": "16"},
-        {"block": 24},
         {"mode": "fixd"},
-        {"num_random_blocks": 2},
         {"num_random_blocks": False},
-        {"block": "None"},
-        {"mode": "dense", "attention": "unidirectional"},
-        {"mode": "variable", "local_window_blocks": []},
-        {"mode": "bigbird", "num_global_blocks": -1},
-        {"attention": "both"},
-        {"num_heads": 4},
         {"layers": None},
         {"layers": {"-1": None}},
         {"layers": {"first": None}},
