@@ -14,30 +14,17 @@ from ds_sparse.layout import to_token_mask
 
 TOKENS, VOCABULARY, LAYERS, BLOCK = 256, 50, 2, 16
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 1,
+    "bos_token_id": 2, "eos_token_id": 3, "sep_token_id": 3,
     "initializer_range": 0.2,  # so that attention is not nearly even
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "pad_token_id": 1,
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-    "sep_token_id": 3,
-}
+}  # fmt: skip
 LONGFORMER = SIZES | {"max_position_embeddings": TOKENS + 2, "attention_window": 64}
 BIG_BIRD = SIZES | {"max_position_embeddings": TOKENS, "block_size": BLOCK, "num_random_blocks": 2}
 LED = {name: SIZES[name] for name in SIZES if name.endswith("_id") or name == "vocab_size"} | {
-    "d_model": 32,
-    "attention_window": 64,
-    "max_encoder_position_embeddings": TOKENS,
-    "max_decoder_position_embeddings": 100,
-    "init_std": 0.2,
-    "dropout": 0.0,
-    "decoder_start_token_id": 2,
-}
+    "d_model": 32, "attention_window": 64, "max_encoder_position_embeddings": TOKENS,
+    "max_decoder_position_embeddings": 100, "init_std": 0.2, "dropout": 0.0, "decoder_start_token_id": 2,
+}  # fmt: skip
 for _side in ("encoder", "decoder"):
     LED |= {f"{_side}_layers": LAYERS, f"{_side}_attention_heads": 4, f"{_side}_ffn_dim": 64}
 ALL_THERE_IS = {"attention_window": 2 * TOKENS, "max_encoder_position_embeddings": 2 * TOKENS}  # LED pads to a window
@@ -120,29 +107,25 @@ def test_blocks_cover_the_window_and_less_than_a_block_more(side, block):
     )
 
 
-@torch.no_grad()
-def test_global_tokens_are_the_same_while_their_projections_are_those_of_all(capsys):
-    longformer, batch = make("LongformerForSequenceClassification"), make_batch()
-    for layer in longformer.longformer.encoder.layer:
+def share_global_projections(layers):
+    for layer in layers:
         for kind in ("query", "key", "value"):
-            own, common = (getattr(layer.attention.self, name) for name in (f"{kind}_global", kind))
-            own.load_state_dict(common.state_dict())
-    roberta = sparse_as_itself(LongformerConverter(), longformer)
-    assert "equal to those of all tokens, are left out. Nothing is lost by it." in capsys.readouterr().out
-    assert roberta.config.sparse_attention["global_block_indices"] == [0]
-    ours = roberta(**batch | and_padding(window(TOKENS, 32, global_tokens=1), batch)).logits
-    torch.testing.assert_close(ours, longformer(**batch).logits, **CLOSE)
+            getattr(layer, f"{kind}_global").load_state_dict(getattr(layer, kind).state_dict())
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @torch.no_grad()
-def test_that_global_projections_differ_is_said_with_what_it_means(capsys):
+def test_global_tokens_are_the_same_while_their_projections_are_those_of_all(shared, capsys):
     longformer, batch = make("LongformerForSequenceClassification"), make_batch()
+    if shared:
+        share_global_projections(layer.attention.self for layer in longformer.longformer.encoder.layer)
     roberta = sparse_as_itself(LongformerConverter(), longformer)
     said = capsys.readouterr().out
-    assert "which differ from those of all tokens by up to" in said
-    assert "Sequences without global tokens lose nothing by it. With some," in said
+    assert ("equal to those of all tokens, are left out. Nothing is lost by it." in said) == shared
+    assert ("by up to" in said and "Sequences without global tokens lose nothing by it. With some," in said) != shared
+    assert roberta.config.sparse_attention["global_block_indices"] == [0]
     ours = roberta(**batch | and_padding(window(TOKENS, 32, global_tokens=1), batch)).logits
-    assert not torch.allclose(ours, longformer(**batch).logits, **CLOSE)
+    assert torch.allclose(ours, longformer(**batch).logits, **CLOSE) == shared
 
 
 def test_windows_of_their_own_become_structures_by_layer():
@@ -184,10 +167,7 @@ def test_leds_global_tokens_are_the_same_while_their_projections_are_those_of_al
     led, batch = make("LEDModel"), make_batch()
     LEDConverter().convert(led)
     assert "which differ from those of all tokens by up to" in capsys.readouterr().out
-    for layer in led.encoder.layers:
-        for kind in ("query", "key", "value"):
-            own, common = (getattr(layer.self_attn.longformer_self_attn, name) for name in (f"{kind}_global", kind))
-            own.load_state_dict(common.state_dict())
+    share_global_projections(layer.self_attn.longformer_self_attn for layer in led.encoder.layers)
     bart = LEDConverter().convert(led)
     said = capsys.readouterr().out
     assert "equal to those of all tokens, are left out" in said

@@ -65,16 +65,6 @@ def test_undo_and_another_implementation_by_name_give_the_model_its_matrix_back(
     torch.testing.assert_close(model(**inputs).last_hidden_state, sparse)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_gives_the_same_step(reentrant: bool):
-    model, inputs = make(transformers.T5EncoderModel).train(), batch()
-    ds_sparse.sparsify(model, WINDOW)
-    expected = step(model, inputs)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    assert_same_step(step(model, inputs), expected)
-
-
 def test_copies_and_pickles_make_distances_of_their_own_tables():
     model, inputs = make(transformers.T5EncoderModel).eval(), batch()
     ds_sparse.sparsify(model, WINDOW)
