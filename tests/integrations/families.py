@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -159,6 +160,16 @@ def make_inputs(kind: tuple = ("input_ids",), tokens: int = 50) -> dict[str, tor
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run(model: Any, inputs: dict[str, Any], pick: Callable[[Any], Any], **changes: Any) -> tuple[torch.Tensor, dict]:
+    """What is picked of a model's output, for tokens that are no padding, and the gradients of all parameters."""
+    model.zero_grad()
+    found = pick(model(**inputs | changes))
+    if "attention_mask" in inputs and found.shape[:2] == inputs["attention_mask"].shape:
+        found = found[inputs["attention_mask"] != 0]
+    found.sin().mean().backward()
+    return found.detach(), gradients(model)
 
 
 def assert_close(ours: tuple, truth: tuple, rtol: float = 1e-4, atol: float = 1e-5) -> None:

@@ -409,6 +409,7 @@ def test_the_name_alone_is_refused_where_a_users_structure_draws_other_blocks_ea
     assert model.config._attn_implementation == "sdpa"
 
 
+ONE = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
 ITSELF = "computes its attention itself.* and would stay dense; use BERT, RoBERTa"
 CLIP = {"text_config": SMALL | {"bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION}
 LED = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "attention_window": 8}
@@ -421,16 +422,9 @@ REFUSED = known(
         "big_bird": (transformers.BigBirdModel, SMALL, ITSELF),
         "mpnet": (transformers.MPNetModel, SMALL, ITSELF),
         "megatron_bert": (transformers.MegatronBertModel, SMALL, ITSELF),
-        "falcon": (
-            transformers.FalconModel,  # which has a dict of its layers' classes by implementation
-            {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": HEADS},
-            ITSELF,
-        ),
-        "fnet": (
-            transformers.FNetModel,
-            {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64},
-            "FNetModel has no attention layer that ds_sparse knows",
-        ),
+        # It has a dict of its layers' classes by implementation.
+        "falcon": (transformers.FalconModel, ONE | {"num_attention_heads": HEADS}, ITSELF),
+        "fnet": (transformers.FNetModel, ONE, "FNetModel has no attention layer that ds_sparse knows"),
         "gpt2": (
             transformers.GPT2Model,
             {"n_embd": 32, "n_layer": 1, "n_head": 4, "add_cross_attention": True},
@@ -498,26 +492,19 @@ BESIDE_OTHERS = {
         (("input_ids",), PICTURE),
         "1 attention layer stays dense: cross-attention: its keys are of another sequence than its queries",
     ),
-    "t5": (
-        transformers.T5Model,
-        T5,
-        (("input_ids",), LATER),
-        CROSSING.format("T5Stack"),
-    ),
+    "t5": (transformers.T5Model, T5, (("input_ids",), LATER), CROSSING.format("T5Stack")),
     "whisper": (transformers.WhisperModel, WHISPER, (HEARD, LATER), CROSSING.format("WhisperDecoder")),
 }
 
 
 def states_of_both(model, inputs):
     """What the two halves of a model give in the end, and the gradients of all parameters."""
-    model.zero_grad()
-    output = model(**inputs)
-    if hasattr(output, "image_embeds"):
-        states = torch.cat([output.text_embeds, output.image_embeds])
-    else:
-        states = output.last_hidden_state
-    states.square().mean().backward()
-    return states.detach(), gradients(model)
+
+    def states(output):
+        embedded = hasattr(output, "image_embeds")
+        return torch.cat([output.text_embeds, output.image_embeds]) if embedded else output.last_hidden_state
+
+    return families.run(model, inputs, states)
 
 
 @pytest.mark.parametrize("name", BESIDE_OTHERS)
@@ -573,13 +560,8 @@ def test_a_sparse_encoder_generates_with_its_decoder():
 
 
 def states_and_gradients(model, inputs):
-    """The last states, of tokens that are no padding, and the gradients of all parameters; as a tuple is returned."""
-    model.zero_grad()
-    states = model(**inputs, return_dict=False)[0]
-    if "attention_mask" in inputs:
-        states = states[inputs["attention_mask"] != 0]
-    states.square().mean().backward()
-    return states.detach(), gradients(model)
+    """The last states, which are returned in a tuple, and the gradients of all parameters."""
+    return families.run(model, inputs, lambda output: output[0], return_dict=False)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -944,31 +926,18 @@ def test_strided_inputs_and_those_of_fewer_heads_are_not_copied(key_heads):
 
 @pytest.mark.parametrize("name", ["SmolVLM", "Idefics3"])
 def test_pictures_and_text_of_a_dense_layout_give_what_the_untouched_model_gives(name):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    text = sizes | {"vocab_size": 60, "num_key_value_heads": 2, "pad_token_id": 0, "model_type": "llama"}
-    cls = getattr(transformers, f"{name}ForConditionalGeneration")
-    torch.manual_seed(0)
-    model = cls(
-        cls.config_class(
-            vision_config=sizes | {"image_size": 64, "patch_size": 8}, text_config=text, image_token_id=59,
-            scale_factor=2,
-        )
-    ).double()  # fmt: skip
-    ids = torch.randint(3, 50, (2, 50))
-    ids[:, 11:27] = 59  # a quarter of 8 x 8 patches
+    text = SMALL | {"num_key_value_heads": 2, "pad_token_id": 0, "model_type": "llama"}
+    sizes = {"vision_config": VISION | {"image_size": 64}, "text_config": text, "image_token_id": 98, "scale_factor": 2}
+    model = make(Family(getattr(transformers, f"{name}ForConditionalGeneration"), sizes)).double()
+    ids = make_batch(50, right=0)["input_ids"] % 98
+    ids[:, 11:27] = 98  # a quarter of 8 x 8 patches
     seen = torch.ones(2, 1, 64, 64, dtype=torch.long)
     seen[1, :, 32:] = 0
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_attention_mask": seen}
-    batch["pixel_values"] = torch.randn(2, 1, 3, 64, 64, dtype=torch.float64)
-    found = []
-    for block in (None, {"mode": "dense", "block": 16}):
-        if block is not None:
-            assert len(ds_sparse.sparsify(model, block).replaced) == 4
-        model.zero_grad()
-        logits = model(**batch).logits
-        logits.sin().sum().backward()
-        found.append((logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
-    torch.testing.assert_close(found[1], found[0])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_attention_mask": seen}
+    inputs["pixel_values"] = torch.randn(2, 1, 3, 64, 64, dtype=torch.float64)
+    truth = families.run(model, inputs, lambda output: output.logits)
+    assert len(ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK}).replaced) == 4
+    assert_close(families.run(model, inputs, lambda output: output.logits), truth)
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,9 @@ def make_batch(tokens: int = 50, left: int = 7, right: int = 10) -> dict[str, to
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
-def run(model, batch: dict[str, torch.Tensor], mask: torch.Tensor | None = None):
+def run(model, batch: dict[str, torch.Tensor], **changes):
     """Logits of the tokens that are no padding, and the gradients of all parameters."""
-    keep = batch["attention_mask"] != 0
-    given = batch if mask is None else batch | {"attention_mask": mask}
-    model.zero_grad()
-    logits = model(**given, use_cache=False).logits[keep]
-    logits.sin().mean().backward()
-    return logits.detach(), families.gradients(model)
+    return families.run(model, batch, lambda output: output.logits, use_cache=False, **changes)
 
 
 def assert_close(ours, truth) -> None:
@@ -78,7 +73,7 @@ def test_a_structure_gives_what_the_untouched_model_gives_under_its_mask(name, s
     live = to_token_mask(layout, BLOCK)[None, :, :50, :50].tril()
     live = live & batch["attention_mask"][:, None, None, :].bool()
     live = live | torch.eye(50, dtype=torch.bool)  # so that padding sees something
-    truth = run(dense_twin(model), batch, mask=live)
+    truth = run(dense_twin(model), batch, attention_mask=live)
     dense = run(dense_twin(model), batch)
     ds_sparse.sparsify(model, block)
     ours = run(model, batch)
