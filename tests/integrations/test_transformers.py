@@ -726,7 +726,7 @@ def with_structure(config):
         for name in REFUSED
     ],
 )
-def test_models_that_cannot_be_sparse_are_refused_by_sparsify_and_by_name_before_anything_changes(name, tmp_path):
+def test_models_that_cannot_be_sparse_are_refused_before_anything_changes(name, tmp_path):
     cls, sizes, sentence = REFUSED[name]
     config = with_structure(cls.config_class(**sizes))
     with pytest.raises(ValueError, match=sentence):
