@@ -20,14 +20,6 @@ def dense_attention(layer, hidden_states, mask=None):
     return out.transpose(1, 2).flatten(2)
 
 
-def test_equals_dense_attention_with_a_dense_layout_and_padding():
-    layer = BertSparseSelfAttention(config(), DenseSparsityConfig(num_heads=4), max_seq_length=64)
-    hidden_states = torch.randn(2, 64, 32)
-    mask = torch.zeros(2, 1, 1, 64)
-    mask[0, ..., 50:] = -10000.0
-    torch.testing.assert_close(layer(hidden_states, mask), dense_attention(layer, hidden_states, mask))
-
-
 @pytest.mark.parametrize("tokens", [1, 50, 64, 100])
 @pytest.mark.parametrize("masked", [False, True])
 def test_any_length_is_taken(tokens, masked):
