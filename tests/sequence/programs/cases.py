@@ -28,6 +28,14 @@ DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if sys.argv[1:2] ==
 WIDE = torch.float32 if DEVICE.type == "cuda" else torch.float64
 """The widest dtype of attention there."""
 
+TEXT = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+BERT = TEXT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BLOCK = {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3}
+"""Sizes of models, and the block that makes them sparse."""
+
 _OF_LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -52,6 +60,45 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor, at_least: float = 0.0
     else:
         largest = max(at_least, wanted.abs().max().item())
         torch.testing.assert_close(found, wanted, rtol=0, atol=_OF_LARGEST[found.dtype] * largest)
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = WIDE) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def operands_of(heads: int, key_heads: int, tokens: int, dtype: torch.dtype = WIDE, rows: int = 2) -> list:
+    """Query, key, value and the gradient of the output."""
+    numbers = enumerate((heads, key_heads, key_heads, heads))
+    return [drawn(rows, n, tokens, 8, seed=seed, dtype=dtype) for seed, n in numbers]
+
+
+def assert_parts(output: torch.Tensor, parts: list, wanted: torch.Tensor, whole: list, own: slice) -> None:
+    """Output and gradients of a rank's own tokens are those of them all."""
+    assert_same(output, wanted[:, :, own])
+    for x, of_all in zip(parts, whole, strict=True):
+        assert_same(x.grad, of_all.grad[:, :, own], at_least=1.0)
+
+
+def compare(
+    of_one, attention, own: slice, operands: list, with_mask=False, with_sinks=False, lengths=None, **options
+) -> None:
+    """Compares outputs and gradients on each rank with its part of those of `of_one`, of all tokens."""
+    *whole, grad = operands
+    parts = [x[:, :, own].clone().requires_grad_() for x in whole]
+    whole, (rows, heads, tokens, _) = [x.requires_grad_() for x in whole], grad.shape
+    mask = drawn(rows, tokens, seed=6) > -1 if with_mask else None
+    sinks, own_sinks = (
+        torch.linspace(-1, 1, heads, dtype=grad.dtype, device=DEVICE).requires_grad_() if with_sinks else None
+        for _ in range(2)
+    )
+    wanted = of_one(*whole, key_padding_mask=mask, sinks=sinks, **options)
+    wanted.backward(grad)
+    own_mask = mask if lengths or not with_mask else mask[:, own]
+    output = attention(*parts, key_padding_mask=own_mask, lengths=lengths, sinks=own_sinks, **options)
+    output.backward(grad[:, :, own])
+    assert_parts(output, parts, wanted, whole, own)
+    if with_sinks:
+        assert_same(exchange.RanksOfSequence().sum_of(own_sinks.grad), sinks.grad)
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:

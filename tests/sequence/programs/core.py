@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import cases
 import torch
-from cases import DEVICE, WIDE, assert_same, case, in_lines, refusal, run_all
+from cases import DEVICE, WIDE, assert_parts, assert_same, case, in_lines, operands_of, refusal, run_all
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
@@ -11,7 +12,6 @@ import ds_sparse
 from ds_sparse import reference
 from ds_sparse.ops import operands
 from ds_sparse.ops.packed_operands import one_as_rows, rows_as_one
-from ds_sparse.sequence.exchange import RanksOfSequence
 
 TOKENS = 165  # ends inside a block, and no number of ranks divides it
 
@@ -31,45 +31,15 @@ def own_part():
     return slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
 
 
-def drawn(draw, *shape, seed, dtype=WIDE):
-    return draw(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
-
-
-def operands_of(heads, key_heads, dtype=WIDE, rows=2):
-    return [
-        drawn(torch.randn, rows, h, TOKENS, 8, seed=seed, dtype=dtype)
-        for seed, h in enumerate((heads, key_heads, key_heads, heads))
-    ]
-
-
-def compare(
-    config, key_heads=None, dtype=WIDE, causal=False, causal_of_one=False, with_mask=False, with_sinks=False, **options
-):
-    heads = config.num_heads
-    *whole, grad = operands_of(heads, key_heads or heads, dtype)
-    mask = drawn(torch.rand, 2, TOKENS, seed=6) > 0.2 if with_mask else None
-    sinks = torch.linspace(-1, 1, heads, dtype=dtype, device=DEVICE) if with_sinks else None
-    part = own_part()
-    parts = [x[:, :, part].clone().requires_grad_() for x in whole]
-    whole = [x.requires_grad_() for x in whole]
-    own_sinks = None if sinks is None else sinks.clone().requires_grad_()
-    sinks = None if sinks is None else sinks.requires_grad_()
-
+def compare(config, key_heads=None, dtype=WIDE, causal_of_one=False, **more):
     layout = config.make_bool_layout(176)
-    wanted = ds_sparse.block_sparse_attention(
-        *whole, layout, block=16, causal=causal or causal_of_one, key_padding_mask=mask, sinks=sinks
-    )
-    wanted.backward(grad)
-    attention = ds_sparse.SequenceParallelAttention(config, 176)
-    own_mask = None if mask is None else mask[:, part]
-    output = attention(*parts, causal=causal, key_padding_mask=own_mask, sinks=own_sinks, **options)
-    output.backward(grad[:, :, part])
 
-    assert_same(output, wanted[:, :, part])
-    for own, of_all in zip(parts, whole, strict=True):
-        assert_same(own.grad, of_all.grad[:, :, part])
-    if sinks is not None:
-        assert_same(RanksOfSequence().sum_of(own_sinks.grad), sinks.grad)
+    def of_one(*operands, causal=causal_of_one, **options):
+        return ds_sparse.block_sparse_attention(*operands, layout, block=16, causal=causal, **options)
+
+    attention = ds_sparse.SequenceParallelAttention(config, 176)
+    operands = operands_of(config.num_heads, key_heads or config.num_heads, TOKENS, dtype)
+    cases.compare(of_one, attention, own_part(), operands, **more)
 
 
 @case
@@ -116,7 +86,7 @@ def fewer_key_heads_than_ranks():
 
 @case
 def activation_checkpointing():
-    *whole, grad = operands_of(4, 4)
+    *whole, grad = operands_of(4, 4, TOKENS)
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in whole]
     attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
     grad = grad[:, :, own_part()]
@@ -132,7 +102,7 @@ def activation_checkpointing():
 
 @case
 def dropout_drops_the_pairs_that_seed_and_head_say():
-    query, key, value, grad = operands_of(4, 2)
+    query, key, value, grad = operands_of(4, 2, TOKENS)
     whole = [x.clone().requires_grad_() for x in (query, key, value)]
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in (query, key, value)]
     torch.manual_seed(distributed.get_rank())  # ranks take the first one's
@@ -151,9 +121,7 @@ def dropout_drops_the_pairs_that_seed_and_head_say():
     ]  # fmt: skip
     wanted = torch.cat(of_heads, 1)
     wanted.backward(grad)
-    assert_same(output, wanted[:, :, own_part()])
-    for own, of_all in zip(parts, whole, strict=True):
-        assert_same(own.grad, of_all.grad[:, :, own_part()])
+    assert_parts(output, parts, wanted, whole, own_part())
 
 
 def refused(*operands, **options):
@@ -163,7 +131,7 @@ def refused(*operands, **options):
 
 def compare_packed(cu_seqlens, rows=1, key_heads=4, causal=False, attend=None, **options):
     """Borders of ranks lie inside documents, and some have no token."""
-    *whole, grad = operands_of(4, key_heads, rows=rows)
+    *whole, grad = operands_of(4, key_heads, TOKENS, rows=rows)
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in whole]
     whole = [x.requires_grad_() for x in whole]
     cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
@@ -178,9 +146,7 @@ def compare_packed(cu_seqlens, rows=1, key_heads=4, causal=False, attend=None, *
     torch.manual_seed(distributed.get_rank())
     output = attention(*parts, cu_seqlens=cu_seqlens, causal=causal, **options)
     output.backward(grad[:, :, own_part()])
-    assert_same(output, wanted[:, :, own_part()])
-    for own, of_all in zip(parts, whole, strict=True):
-        assert_same(own.grad, of_all.grad[:, :, own_part()])
+    assert_parts(output, parts, wanted, whole, own_part())
 
 
 @case
@@ -211,7 +177,7 @@ def packed_documents_drop_the_pairs_that_seed_and_head_say():
 
 @case
 def outputs_may_be_written_over_and_there_may_be_no_batch():
-    *parts, grad = (x[:, :, own_part()].clone().requires_grad_() for x in operands_of(4, 2))
+    *parts, grad = (x[:, :, own_part()].clone().requires_grad_() for x in operands_of(4, 2, TOKENS))
     attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
     wanted = torch.autograd.grad(attention(*parts), parts, 2 * grad)
     for found, of_twice in zip(torch.autograd.grad(attention(*parts).mul_(2), parts, grad), wanted, strict=True):

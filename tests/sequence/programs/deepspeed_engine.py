@@ -9,7 +9,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import transformers
-from cases import DEVICE, case, case_on_cpu, refusal, run_all, slow_case
+from cases import BERT, BLOCK, DEVICE, case, case_on_cpu, refusal, run_all, slow_case
 from deepspeed.runtime.sequence_parallel import parallel_state_sp as groups
 from torch import distributed
 
@@ -17,17 +17,12 @@ import ds_sparse
 
 SIZE = 2
 STEPS, TOKENS = 3, 165
-SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
-    "max_position_embeddings": 256, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
-BLOCK = {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3}
 ARGS = argparse.Namespace(deepspeed_sparse_attention=True)
 
 
 def make():
     torch.manual_seed(0)
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).to(DEVICE)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).to(DEVICE)
 
 
 def batches():

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import cases
 import torch
-from cases import DEVICE, WIDE, assert_same, case, refusal, run_all, slow_case
+from cases import WIDE, assert_same, case, drawn, operands_of, refusal, run_all, slow_case
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
@@ -47,31 +48,10 @@ def parts(tokens=TOKENS):
     return lengths, slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
 
 
-def drawn(*shape, seed, dtype):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
-
-
-def compare(of_one, attention, heads, key_heads=None, dtype=WIDE, with_mask=False, with_sinks=False, rows=2, **options):
-    """Outputs and gradients on each rank against its part of those of `of_one`, of all tokens."""
-    key_heads = key_heads or heads
-    whole = [drawn(rows, n, TOKENS, 8, seed=n + i, dtype=dtype) for i, n in enumerate((heads, key_heads, key_heads))]
-    grad = drawn(rows, heads, TOKENS, 8, seed=9, dtype=dtype)
-    mask = drawn(rows, TOKENS, seed=6, dtype=WIDE) > -1 if with_mask else None
-    sinks = torch.linspace(-1, 1, heads, dtype=dtype, device=DEVICE) if with_sinks else None
+def compare(of_one, attention, heads, key_heads=None, dtype=WIDE, **more):
     lengths, own = parts()
-    mine = [x[:, :, own].clone().requires_grad_() for x in whole]
-    whole = [x.requires_grad_() for x in whole]
-    own_sinks = None if sinks is None else sinks.clone().requires_grad_()
-    sinks = None if sinks is None else sinks.requires_grad_()
-    wanted = of_one(*whole, key_padding_mask=mask, sinks=sinks, **options)
-    wanted.backward(grad)
-    output = attention(*mine, key_padding_mask=mask, lengths=lengths, sinks=own_sinks, **options)
-    output.backward(grad[:, :, own])
-    assert_same(output, wanted[:, :, own])
-    for x, of_all in zip(mine, whole, strict=True):
-        assert_same(x.grad, of_all.grad[:, :, own], at_least=1.0)
-    if sinks is not None:
-        assert_same(RanksOfSequence().sum_of(own_sinks.grad), sinks.grad)
+    operands = operands_of(heads, key_heads or heads, TOKENS, dtype)
+    cases.compare(of_one, attention, own, operands, lengths=lengths, **more)
 
 
 def compare_structure(config, key_heads=None, pays_below=0.5, causal=False, **more):
@@ -138,8 +118,8 @@ def the_window_of_a_layer_of_its_own():
 @case
 def activation_checkpointing_and_outputs_that_are_written_over():
     _, own = parts()
-    mine = [drawn(1, 2, TOKENS, 8, seed=i, dtype=WIDE)[:, :, own].requires_grad_() for i in range(3)]
-    grad = drawn(1, 2, TOKENS, 8, seed=9, dtype=WIDE)[:, :, own]
+    mine = [drawn(1, 2, TOKENS, 8, seed=i)[:, :, own].requires_grad_() for i in range(3)]
+    grad = drawn(1, 2, TOKENS, 8, seed=9)[:, :, own]
     window = ds_sparse.SequenceParallelAttention.around(LocalAttention(20), RanksOfSequence())
     causal = functools.partial(ds_sparse.SequenceParallelAttention(sliding(2, "unidirectional"), LONGEST), causal=True)
     for attention in (*(ds_sparse.SequenceParallelAttention(x, LONGEST) for x in (longformer(2), sliding(2))), causal,
@@ -156,7 +136,7 @@ def activation_checkpointing_and_outputs_that_are_written_over():
 @case
 def gradients_of_gradients_are_refused():
     _, own = parts()
-    mine = [drawn(1, 2, TOKENS, 8, seed=i, dtype=WIDE)[:, :, own].requires_grad_() for i in range(3)]
+    mine = [drawn(1, 2, TOKENS, 8, seed=i)[:, :, own].requires_grad_() for i in range(3)]
     attention = ds_sparse.SequenceParallelAttention(longformer(2), LONGEST)
     with without_heads():
         wanted = torch.autograd.grad(attention(*mine).sum(), mine)
@@ -170,7 +150,7 @@ def gradients_of_gradients_are_refused():
 @slow_case("compiles for 4 seconds on each rank")
 def attention_in_a_compiled_function():
     _, own = parts()
-    mine = [drawn(1, 2, TOKENS, 8, seed=i, dtype=WIDE)[:, :, own] for i in range(3)]
+    mine = [drawn(1, 2, TOKENS, 8, seed=i)[:, :, own] for i in range(3)]
     for config in (longformer(2), ds_sparse.FixedSparsityConfig(2, block=BLOCK)):
         attention = ds_sparse.SequenceParallelAttention(config, LONGEST)
         compiled = torch.compile(lambda *x, attend=attention: attend(*x) + 1, backend="eager")
@@ -180,7 +160,7 @@ def attention_in_a_compiled_function():
 @case
 def a_layout_of_documents_without_documents_is_refused():
     lengths, own = parts()
-    mine = [drawn(1, 4, TOKENS, 8, seed=i, dtype=WIDE)[:, :, own] for i in range(3)]
+    mine = [drawn(1, 4, TOKENS, 8, seed=i)[:, :, own] for i in range(3)]
     attention = ds_sparse.SequenceParallelAttention(longformer(4), LONGEST)
     for layout in ("row", "nonsense"):
         refusal(lambda layout=layout: attention(*mine, lengths=lengths, document_layout=layout))
@@ -189,7 +169,7 @@ def a_layout_of_documents_without_documents_is_refused():
 @case
 def random_blocks_dropout_and_packed_documents_exchange_heads():
     lengths, own = parts()
-    mine = [drawn(1, 4, TOKENS, 8, seed=i, dtype=WIDE)[:, :, own] for i in range(3)]
+    mine = [drawn(1, 4, TOKENS, 8, seed=i)[:, :, own] for i in range(3)]
     bigbird = ds_sparse.BigBirdSparsityConfig(4, block=BLOCK, num_random_blocks=3, seed=1)
     edges = torch.tensor([0, 300, TOKENS])
     with mock.patch.object(Exchange, "to_heads", side_effect=ArithmeticError):

@@ -9,7 +9,7 @@ from unittest import mock
 import deepspeed
 import torch
 import transformers
-from cases import case, refusal, run_all, slow_case
+from cases import BERT, BLOCK, TEXT, case, refusal, run_all, slow_case
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import distributed
@@ -22,12 +22,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sparse
 from ds_sparse.integrations.transformers.functions import attention_of
 
-TEXT = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
-    "max_position_embeddings": 256,
-}  # fmt: skip
-BERT = TEXT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-BLOCK = {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3}
 SAME = {"mode": "bslongformer", "block": 16}
 MODELS = {"BertForMaskedLM": BERT, "LlamaForCausalLM": TEXT | {"num_key_value_heads": 2}}
 [getattr(transformers, name) for name in MODELS]  # imported before ranks are forks

@@ -10,20 +10,14 @@ import deepspeed
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from cases import DEVICE, case, refusal, run_all
+from cases import BERT, BLOCK, DEVICE, TEXT, case, refusal, run_all
 
 import ds_sparse
 from ds_sparse.integrations.flag import RUN_VARIABLE
 from ds_sparse.launcher import hook
 
-TEXT = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
-    "max_position_embeddings": 256,
-}  # fmt: skip
-BERT = TEXT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS = {"BertForMaskedLM": BERT, "LlamaForCausalLM": TEXT | {"num_key_value_heads": 2}}
 [getattr(transformers, name) for name in MODELS]  # imported before ranks are forks
-BLOCK = {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3}
 STEPS, ACCUMULATED, CLIP, LEARNING_RATE = 3, 2, 0.5, 0.5
 
 

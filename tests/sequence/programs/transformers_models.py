@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from unittest import mock
 
+import cases
 import torch
 import transformers
-from cases import DEVICE, WIDE, assert_same, case, case_on_cpu, in_lines, refusal, run_all, slow_case
+from cases import BLOCK, DEVICE, WIDE, assert_same, case, case_on_cpu, in_lines, refusal, run_all, slow_case
 from torch import distributed
 
 import ds_sparse
@@ -15,10 +16,7 @@ from ds_sparse.integrations.transformers.sequence import EVALUATES_ALONE, MODEL_
 from ds_sparse.sequence.exchange import Exchange, RanksOfSequence
 
 TOKENS = 165
-TEXT = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
-    "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+TEXT = cases.TEXT | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BERT = TEXT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DISTILBERT = {
     "vocab_size": 50, "dim": 32, "hidden_dim": 32, "n_heads": 4, "n_layers": 2, "max_position_embeddings": 256,
@@ -41,7 +39,6 @@ MODELS = {
     "Qwen3ForCausalLM": GROUPED,
 }
 [getattr(transformers, name) for name in MODELS]  # imported before ranks are forks
-BLOCK = {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3}
 
 
 def make(name="BertForMaskedLM", **more):
