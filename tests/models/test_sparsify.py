@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from models.families.made import InTheManner
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,18 +28,6 @@ class Fused(nn.Module):
     def forward(self, x):
         query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, 8)).permute(2, 0, 3, 1, 4)
         return self.attend(query, key, value).transpose(1, 2).flatten(2)
-
-
-class BingBert(nn.Module):
-    num_attention_heads = HEADS
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, hidden_states, attention_mask=None):
-        projections = (f(hidden_states).unflatten(-1, (HEADS, 8)).mT for f in (self.query, self.key, self.value))
-        return scaled_dot_product_attention(*(x.permute(0, 3, 1, 2) for x in projections)).transpose(1, 2).flatten(2)
 
 
 class Exchange:
@@ -102,19 +91,19 @@ def test_a_name_in_the_place_of_a_model_is_refused(name):
 
 @pytest.mark.usefixtures("registered")
 def test_a_family_that_is_registered_makes_its_layers_sparse_and_leaves_the_others():
-    model, x = nn.Sequential(Fused(), BingBert()), torch.randn(2, TOKENS, 32)
+    model, x = nn.Sequential(Fused(), InTheManner()), torch.randn(2, TOKENS, 32)
     truth = model(x)
     report = ds_sparse.sparsify(model, ds_sparse.DenseSparsityConfig(HEADS), max_seq_length=TOKENS)
     assert [tuple(layer) for layer in report.replaced] == [
         ("0", "Fused", "Fused, sparse"),
-        ("1", "BingBert", "BertSparseSelfAttention"),
+        ("1", "InTheManner", "BertSparseSelfAttention"),
     ]
     assert list(attention_layers(model)[0]) == ["0", "1.sparse_self_attention"] and not attention_layers(model)[1]
     torch.testing.assert_close(model(x), truth)
     with pytest.raises(ValueError, match="is sparse already"):
         ds_sparse.sparsify(model, max_seq_length=TOKENS)
     report.undo()
-    assert model[0].attend is scaled_dot_product_attention and isinstance(model[1], BingBert)
+    assert model[0].attend is scaled_dot_product_attention and isinstance(model[1], InTheManner)
     assert list(attention_layers(model)[1]) == ["0", "1"]
 
 
@@ -122,7 +111,7 @@ def test_layers_of_several_families_are_counted_together_in_the_models_order():
     heads = {"batch_first": True, "dim_feedforward": 32}
     for number, name in enumerate(["0.self_attn", "1", "2", "3.self_attn", "4"]):
         model = nn.Sequential(
-            nn.TransformerEncoderLayer(32, HEADS, **heads), Fused(), BingBert(),
+            nn.TransformerEncoderLayer(32, HEADS, **heads), Fused(), InTheManner(),
             nn.TransformerEncoderLayer(32, HEADS, **heads), Fused(),
         )  # fmt: skip
         block = {"mode": "fixed", "block": 16, "layers": {str(number): None}}
