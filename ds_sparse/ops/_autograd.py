@@ -25,9 +25,13 @@ class Function(torch.autograd.Function):
     def apply(cls, *args):
         if torch._C._are_functorch_transforms_active():
             return super(Function, _without_forward_mode(cls)).apply(*args)
-        function = cls if forward_ad._current_level < 0 else _without_forward_mode(cls)
+        args = unwrap_dead_wrappers(args)
+        if forward_ad._current_level >= 0:
+            return super(Function, _without_forward_mode(cls)).apply(*args)
+        if not torch.is_grad_enabled() or not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+            return cls.forward(*args)
         # Without binding them to forward's names, which takes a tenth of a small call's time.
-        return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]  # C++'s
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # C++'s
 
 
 @cache
@@ -93,9 +97,16 @@ def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
 def differentiable_once_in(operation: str, *operands: Tensor | None) -> tuple[Any, ...]:
     """The operands of an operation that PyTorch's own make up here, which then ends where those with kernels end: no
     gradients of gradients, and none in forward mode."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (_is_plain() and not any(x is not None and x.requires_grad for x in operands)):
         return operands
     return tuple(None if x is None else _operand_of(operation).apply(x) for x in operands)
+
+
+def _is_plain() -> bool:
+    """Whether only `requires_grad` says what is differentiated: no transform, trace nor forward mode does."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return forward_ad._current_level < 0
 
 
 @cache

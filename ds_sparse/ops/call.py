@@ -94,21 +94,19 @@ class AttentionCall(NamedTuple):
             key_padding_mask=of(self.key_padding_mask, 2), attn_mask=of(self.attn_mask, 4), rpe=of(self.rpe, 4),
         )  # fmt: skip
 
-    def of_keys(self, part: slice) -> AttentionCall:
-        """Restricts keys, masks and biases to a range of keys."""
+    def of_keys(self, part: slice, by: int = 0) -> AttentionCall:
+        """Restricts keys, masks and biases to a range of keys, and moves the middle of the bias by distance: the first
+        key is `by` further from the first query than it was."""
 
         def of(x: Tensor | None) -> Tensor | None:
             return x if x is None or x.shape[-1] == 1 else x[..., part]
 
+        bias = self.distance_bias
         return self._replace(
             key=self.key[:, :, part], value=self.value[:, :, part], key_padding_mask=of(self.key_padding_mask),
             attn_mask=of(self.attn_mask), rpe=of(self.rpe),
-        ).with_first_key(part.start)  # fmt: skip
-
-    def with_first_key(self, by: int) -> AttentionCall:
-        """Moves the middle of the bias by distance: the first key is by so much further from the first query."""
-        bias = self.distance_bias
-        return self if bias is None or by == 0 else self._replace(distance_bias=pad(bias, (-by, by)))
+            distance_bias=bias if bias is None or by == 0 else pad(bias, (-by, by)),
+        )  # fmt: skip
 
     def with_queries_in_front(self, number: int) -> AttentionCall:
         """Pads queries in front, which nobody uses: they see no key that others do not, as it may be NaN."""
@@ -142,7 +140,7 @@ class AttentionCall(NamedTuple):
 
     def with_wide_gradients(self) -> AttentionCall:
         """Makes gradients of biases and sinks, of several calls and sequences, add up in fp32 or wider."""
-        if not any(x is not None and x.requires_grad for x in (self.rpe, self.distance_bias, self.sinks)):
+        if self.rpe is self.distance_bias is self.sinks is None:
             return self
         wide = wide_dtype(self.query.dtype)
 

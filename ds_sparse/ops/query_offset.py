@@ -165,7 +165,9 @@ def check_window_offset(offset: object, tokens: int, keys: int) -> int:
 
 def _in_own_dtype(query: Tensor) -> AbstractContextManager:
     """Without autocast, which casts products of fp32."""
-    return nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False)
+    kind = query.device.type
+    casts = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if casts else nullcontext()
 
 
 def _in_blocks(call: AttentionCall, offset: int, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -175,14 +177,13 @@ def _in_blocks(call: AttentionCall, offset: int, parts: Parts, device: torch.dev
     rows, columns = range(first, -(-(offset + tokens) // block)), -(-keys // block)
     if before:
         call = call.with_queries_in_front(before)
-    call = call.with_first_key(-first * block)
-
     past, ahead = range(min(first, columns)), range(first, min(rows.stop, columns))
 
     def on(call: AttentionCall, columns: range, up_to_own: bool = False) -> tuple[Tensor, Tensor]:
         part = slice(columns.start * block, min(columns.stop * block, keys))
         index = parts.index(rows, columns, device, up_to_own)
-        return attend(call.of_keys(part), index.causal() if call.causal else index)
+        by = part.start - first * block
+        return attend(call.of_keys(part, by), index.causal() if call.causal else index)
 
     of_past = call._replace(causal=False)
     if not call.causal:
