@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
+from ..dispatch import forced_implementation
 from ..index.transforms import as_it_is
 
 
@@ -92,6 +93,48 @@ def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
         return once
 
     return decorated
+
+
+def product_function(
+    operation: str,
+    product: Callable[..., Tensor],
+    of_first: Callable[..., Tensor],
+    of_second: Callable[..., Tensor],
+    read: Callable[..., Tensor] | None = None,
+) -> Any:
+    """Makes the autograd function of a product: of two operands, and what says how they are multiplied.
+
+    Args:
+        operation: its name in sentences.
+        product: gives the product of the operands and the rest.
+        of_first, of_second: give the gradient of an operand, of that of the product, both operands, the rest, and the
+            implementation that was forced, by name.
+        read: makes the gradient of the product as both read it, of that and the rest.
+    """
+
+    class Product(Function):
+        @staticmethod
+        def forward(a, b, *how):
+            return product(a, b, *how)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            a, b, *ctx.how = inputs
+            ctx.forced = forced_implementation()
+            ctx.save_for_backward(a, b)
+
+        @staticmethod
+        @differentiable_once(operation)
+        def backward(ctx, grad: Tensor):
+            grad = grad if read is None else read(grad, *ctx.how, forced=ctx.forced)
+            call = grad, *ctx.saved_tensors, *ctx.how
+            grads = [
+                gradient(*call, forced=ctx.forced) if wanted else None
+                for gradient, wanted in zip((of_first, of_second), ctx.needs_input_grad)
+            ]
+            return *grads, *[None] * len(ctx.how)
+
+    return Product
 
 
 def differentiable_once_in(operation: str, *operands: Tensor | None) -> tuple[Any, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from .._ops import ops
-from ..dispatch import Implementation, choose, forced_implementation
+from ..dispatch import Implementation, choose
 from ..index import BlockIndex, as_index
-from ._autograd import Function, differentiable_once
+from ._autograd import product_function
 from ._library import check_dtype, check_inputs, require_kernel, under_autocast
 from ._on_layout import OnLayout
 from .operands import broadcasts, call_on
@@ -265,62 +265,30 @@ def allow_tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32
 
 
-class _SDD(Function):
-    """a @ b on the live blocks."""
-
-    @staticmethod
-    def forward(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-        return _sdd(a, b, index)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        a, b, ctx.index = inputs
-        ctx.forced = forced_implementation()
-        ctx.save_for_backward(a, b)
-
-    @staticmethod
-    @differentiable_once("MatMul")
-    def backward(ctx, grad: torch.Tensor):
-        a, b = ctx.saved_tensors
-        grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            grad_a = _dsd(grad, b.transpose(-1, -2), ctx.index, False, False, ctx.forced)
-        if ctx.needs_input_grad[1]:
-            # In b's order of memory: where b is a transposed view, so is its gradient, and nothing is copied.
-            rows_are_contiguous = b.stride(-1) == 1
-            grad_b = _dsd(grad, a, ctx.index, True, rows_are_contiguous, ctx.forced)
-            if not rows_are_contiguous:
-                grad_b = grad_b.transpose(-1, -2)
-        return grad_a, grad_b, None
+def _sdd_of_first(grad, a, b, index, forced):
+    return _dsd(grad, b.transpose(-1, -2), index, False, False, forced)
 
 
-class _DSD(Function):
-    """S @ dense, S^T @ dense if `transposed`; the result's last two dimensions swapped if `transpose_result`."""
+def _sdd_of_second(grad, a, b, index, forced):
+    # In b's order of memory: where b is a transposed view, so is its gradient, and nothing is copied.
+    rows_are_contiguous = b.stride(-1) == 1
+    grad_b = _dsd(grad, a, index, True, rows_are_contiguous, forced)
+    return grad_b if rows_are_contiguous else grad_b.transpose(-1, -2)
 
-    @staticmethod
-    def forward(
-        values: torch.Tensor, dense: torch.Tensor, index: BlockIndex, transposed: bool, transpose_result: bool
-    ) -> torch.Tensor:
-        return _dsd(values, dense, index, transposed, transpose_result)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        values, dense, ctx.index, ctx.transposed, ctx.transpose_result = inputs
-        ctx.forced = forced_implementation()
-        ctx.save_for_backward(values, dense)
+def _dsd_of_values(grad, values, dense, index, transposed, transpose_result, forced):
+    left, right = (dense, grad) if transposed else (grad, dense)
+    return _sdd(left, right.transpose(-1, -2), index, forced)
 
-    @staticmethod
-    @differentiable_once("MatMul")
-    def backward(ctx, grad: torch.Tensor):
-        values, dense = ctx.saved_tensors
-        if ctx.transpose_result:
-            grad = _token_by_token("dsd", grad.transpose(-1, -2), ctx.index, ctx.forced)
-        grad_values = grad_dense = None
-        if ctx.needs_input_grad[0]:
-            left, right = (dense, grad) if ctx.transposed else (grad, dense)
-            grad_values = _sdd(left, right.transpose(-1, -2), ctx.index, ctx.forced)
-        if ctx.needs_input_grad[1]:
-            grad_dense = _dsd(values, grad, ctx.index, not ctx.transposed, ctx.transpose_result, ctx.forced)
-            if ctx.transpose_result:
-                grad_dense = grad_dense.transpose(-1, -2)
-        return grad_values, grad_dense, None, None, None
+
+def _dsd_of_dense(grad, values, dense, index, transposed, transpose_result, forced):
+    grad_dense = _dsd(values, grad, index, not transposed, transpose_result, forced)
+    return grad_dense.transpose(-1, -2) if transpose_result else grad_dense
+
+
+def _read(grad, index, transposed, transpose_result, forced):
+    return _token_by_token("dsd", grad.transpose(-1, -2), index, forced) if transpose_result else grad
+
+
+_SDD = product_function("MatMul", _sdd, _sdd_of_first, _sdd_of_second)
+_DSD = product_function("MatMul", _dsd, _dsd_of_values, _dsd_of_dense, _read)

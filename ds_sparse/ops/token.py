@@ -16,7 +16,7 @@ from ..index import TokenIndex
 from ..index.lookup import index_of_lists, packed_pairs_of
 from ..index.packed import check_document_layout
 from ..index.token_forms import Nested, lists_of, tensors_in
-from ._autograd import Function, differentiable_once
+from ._autograd import product_function
 from ._library import check_alike, check_inputs, require_kernel, under_autocast
 from .attention_function import attention_function
 from .operands import broadcasts, factor_of, lists_of_tiles, of_flash
@@ -411,28 +411,19 @@ def _padded(scores: Nested, given: Lists, pairs_dim: int, lead: torch.Size) -> N
     return torch.stack(lists, -2 if own_heads else 0).reshape(*lead, width)
 
 
-class _Matmul(Function):
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, index: TokenIndex) -> Tensor:
-        return ops.token_matmul_sdd(q, k, index.row_offsets, index.columns, index.batch, index.heads)
+def _product(q: Tensor, k: Tensor, index: TokenIndex) -> Tensor:
+    return ops.token_matmul_sdd(q, k, index.row_offsets, index.columns, index.batch, index.heads)
 
-    @staticmethod
-    def setup_context(ctx, inputs, scores):
-        q, k, ctx.index = inputs
-        ctx.save_for_backward(q, k)
 
-    @staticmethod
-    @differentiable_once("sparse_matmul")
-    def backward(ctx, grad: Tensor):
-        q, k = ctx.saved_tensors
-        index, grad = ctx.index, grad.contiguous()
-        lists = index.batch, index.heads
-        grad_q = grad_k = None
-        if ctx.needs_input_grad[0]:
-            grad_q = ops.token_matmul_dsd(grad, k, index.row_offsets, index.columns, None, *lists)
-        if ctx.needs_input_grad[1]:
-            grad_k = ops.token_matmul_dsd(grad, q, *index.by_key, *lists)
-        return grad_q, grad_k, None
+_Matmul = product_function(
+    "sparse_matmul",
+    _product,
+    lambda grad, q, k, index, forced: ops.token_matmul_dsd(
+        grad, k, index.row_offsets, index.columns, None, index.batch, index.heads
+    ),
+    lambda grad, q, k, index, forced: ops.token_matmul_dsd(grad, q, *index.by_key, index.batch, index.heads),
+    lambda grad, index, forced: grad.contiguous(),
+)
 
 
 def _run(index, q, k, v, bias, key_bias, attn_mask, seed, scale):

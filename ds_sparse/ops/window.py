@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from .._ops import ops
-from ..dispatch import Call, choose, dtypes_on, forced_implementation
+from ..dispatch import Call, choose, dtypes_on
 from ..index.window_sizes import Numbers, of_heads
 from ..tools.memory import refuse_too_large
-from ._autograd import Function, differentiable_once
+from ._autograd import Function, differentiable_once, product_function
 from ._library import check_alike, check_dtype, check_inputs, check_scale, require_kernel, under_autocast
 from .operands import check_bias, key_bias_of, wide_dtype
 
@@ -231,52 +231,21 @@ def band_implementation(a: torch.Tensor, b: torch.Tensor, window: int, forced: s
     return choose("window_matmul", call, forced).name
 
 
-class _WindowMatmul(Function):
-    """The band of a and b, both (B, H, T, D)."""
+_WindowMatmul = product_function(
+    "window_matmul",
+    _band,
+    lambda grad, a, b, window, forced: ops.unwindow_matmul(grad, b, False),
+    lambda grad, a, b, window, forced: ops.unwindow_matmul(grad, a, True),
+)
+"""The band of a and b, both (B, H, T, D)."""
 
-    @staticmethod
-    def forward(a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor:
-        return _band(a, b, window)
-
-    @staticmethod
-    def setup_context(ctx, inputs, band):
-        a, b, _ = inputs
-        ctx.save_for_backward(a, b)
-
-    @staticmethod
-    @differentiable_once("window_matmul")
-    def backward(ctx, grad: torch.Tensor):
-        a, b = ctx.saved_tensors
-        grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            grad_a = ops.unwindow_matmul(grad, b, False)
-        if ctx.needs_input_grad[1]:
-            grad_b = ops.unwindow_matmul(grad, a, True)
-        return grad_a, grad_b, None
-
-
-class _UnwindowMatmul(Function):
-    """The product of a band (B, H, T, 2 * window + 1) and dense (B, H, T, D)."""
-
-    @staticmethod
-    def forward(band: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        return ops.unwindow_matmul(band, dense, False)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.forced = forced_implementation()
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    @differentiable_once("unwindow_matmul")
-    def backward(ctx, grad: torch.Tensor):
-        band, dense = ctx.saved_tensors
-        grad_band = grad_dense = None
-        if ctx.needs_input_grad[0]:
-            grad_band = _band(grad, dense, band.shape[-1] // 2, ctx.forced)
-        if ctx.needs_input_grad[1]:
-            grad_dense = ops.unwindow_matmul(band, grad, True)
-        return grad_band, grad_dense
+_UnwindowMatmul = product_function(
+    "unwindow_matmul",
+    lambda band, dense: ops.unwindow_matmul(band, dense, False),
+    lambda grad, band, dense, forced: _band(grad, dense, band.shape[-1] // 2, forced),
+    lambda grad, band, dense, forced: ops.unwindow_matmul(band, grad, True),
+)
+"""The product of a band (B, H, T, 2 * window + 1) and dense (B, H, T, D)."""
 
 
 class _WindowSoftmax(Function):
