@@ -147,8 +147,7 @@ def require_kernel(operator: str, device: torch.device) -> None:
         return
     if not missing_kernels(device.type, [operator]):
         if device.type == "cuda":
-            check_driver(*cuda_versions())
-            check_machine_code(device)
+            _check_gpu(device)
         return
     if device.type == "cuda" and not CUDA_LIBRARY.exists():
         raise RuntimeError(
@@ -167,12 +166,6 @@ def cuda_versions() -> tuple[int, int]:
     return library.ds_sparse_cuda_runtime_version(), library.ds_sparse_cuda_driver_version()
 
 
-def check_driver(runtime: int, driver: int) -> None:
-    """Raises RuntimeError with the way out for a driver that is older than the library's major version of CUDA."""
-    if problem := driver_problem(runtime, driver):
-        raise RuntimeError(str(problem))
-
-
 @functools.cache
 def has_machine_code(device: torch.device) -> bool:
     """Whether the CUDA library has code that the GPU runs."""
@@ -182,10 +175,12 @@ def has_machine_code(device: torch.device) -> bool:
         return has_code()
 
 
-def check_machine_code(device: torch.device) -> None:
-    """Raises RuntimeError with the way out for a GPU of another kind than those that the library was compiled for."""
-    if has_machine_code(device):
-        return
-    capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    if problem := gpu_problem(str(device), capability, has_code=False):
+def _check_gpu(device: torch.device) -> None:
+    """Raises RuntimeError with the way out for a driver that is older than the library's major version of CUDA, and for
+    a GPU of another kind than those that the library was compiled for."""
+    problem = driver_problem(*cuda_versions())
+    if problem is None and not has_machine_code(device):
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        problem = gpu_problem(str(device), capability, has_code=False)
+    if problem:
         raise RuntimeError(str(problem))

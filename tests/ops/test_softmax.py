@@ -208,14 +208,6 @@ def test_mul_mask_keeps_where_not_zero(device: str):
     assert torch.equal(softmax(x, attn_mask=added), expected)
 
 
-def test_causal_is_a_mask_of_later_tokens(device: str):
-    layout = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    x = scores_for(layout).to(device)
-    keep = torch.ones(32, 48, dtype=torch.bool, device=device).tril()
-    softmax = Softmax(layout, 16)
-    assert torch.equal(softmax(x, causal=True), softmax(x, attn_mask=keep, attn_mask_mode="mul"))
-
-
 def test_masked_nan_does_not_leak(device: str):
     x = scores_for(FULL).float()
     keep = torch.rand(2, 32, generator=seeded()) < 0.5
@@ -363,8 +355,3 @@ def test_what_old_code_asks_the_operation_for():
     of_two_heads = Softmax(layout.float().expand(2, 2, 2), 16)
     assert of_two_heads.spdims == (2, 2, 2) and of_two_heads.num_blocks == 6
     assert list(of_two_heads.lut_cache) == [torch.device("cpu")]
-
-
-def test_its_repr_is_one_short_line():
-    index = BlockIndex.build(torch.eye(2, dtype=torch.bool), 16)
-    assert repr(Softmax(index, 16)) == f"Softmax({index})"

@@ -13,10 +13,9 @@ from helpers import leaf, random, seeded
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_sparse import WindowIndex, window_attention, window_matmul, window_softmax
+from ds_sparse import WindowIndex, window_attention
 from ds_sparse.index import lookup
 from ds_sparse.index.cache import Cache
-from ds_sparse.ops import unwindow_matmul
 
 OPERATORS = ("window_attention_forward", "window_attention_backward")
 
@@ -65,23 +64,6 @@ def test_long_rows_and_columns_are_put_together(device: str, dtype: torch.dtype,
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_block(device: str, block: int, causal: bool):
     hold(attention_case(operands(300), [37], causal, [4, 130], as_index=True, block=block), device)
-
-
-def test_it_is_the_three_operations(device: str):
-    query, key, value = (x.to(device) for x in operands(100).values())
-    mask = (torch.rand(2, 100, generator=seeded()) < 0.8).to(device)
-    scores = window_matmul(query, key.mT, 30)
-    probs = window_softmax(scores, (9, 30), scale=0.25, key_padding_mask=mask)
-    found = window_attention(query, key, value, (9, 30), key_padding_mask=mask)
-    torch.testing.assert_close(unwindow_matmul(probs, value, 30), found)
-
-
-def test_a_window_of_everything_is_dense_attention(device: str):
-    query, key, value = (x.to(device) for x in operands(70).values())
-    for causal in (False, True):
-        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
-        for window in (69, 10**12):
-            torch.testing.assert_close(window_attention(query, key, value, window, causal), expected)
 
 
 def test_forms_of_numbers(device: str):
