@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 TILE = 128
 """Tokens on a side of FlexAttention's tiles."""
@@ -16,9 +15,6 @@ MOST_COMPILATIONS = 64
 """Compilations of FlexAttention in a process that share a function, far more than all cases need."""
 
 ON_CPU = "on a CPU it is forward only"
-
-ROWS_AT_ONCE = 1024
-"""Queries of a mask that tiles are made of, at a time."""
 
 Live = Callable[[Any, Any, Tensor, Tensor], Tensor]
 """From (row, head, query, key) to whether the query sees the key."""
@@ -48,6 +44,8 @@ def forget() -> None:
 def of_layout(layout: Tensor, block: int, side: int) -> Any:
     """FlexAttention's `BlockMask` of a layout, its tiles `side` tokens: where a tile is partly live, a mask function
     looks the layout up score by score. layout: bool (H or 1, R, C)."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     inside = layout.unflatten(2, (-1, side // block)).unflatten(1, (-1, side // block)).transpose(2, 3)
     full, some = inside.all(-1).all(-1), inside.any(-1).any(-1)
     heads = layout.shape[0]
@@ -55,37 +53,15 @@ def of_layout(layout: Tensor, block: int, side: int) -> Any:
     def live(b: Any, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return layout[h if heads > 1 else 0, q // block, k // block]
 
-    return block_mask(some[None], full[None], live, side)
+    partly, fully = lists((some & ~full)[None], full.shape[-1]), lists(full[None], full.shape[-1])
+    return BlockMask.from_kv_blocks(*partly, *fully, BLOCK_SIZE=side, mask_mod=live)
 
 
 def of_scores(live: Live, rows: int, tokens: int, device: torch.device) -> Any:
     """FlexAttention's `BlockMask` of rows of so many tokens, the same for all heads."""
-    tiles = [tiles_of(live, row, tokens, device) for row in range(rows)]
-    some, full = (torch.stack(of_rows)[:, None] for of_rows in zip(*tiles, strict=True))
-    return block_mask(some, full, live, TILE, (tokens, tokens))
+    from torch.nn.attention.flex_attention import create_block_mask
 
-
-def tiles_of(live: Live, row: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """bool (R, R) each: which tiles of a row have a live score, and which nothing else. The mask itself would be tokens
-    by tokens: it is made and forgotten some queries at a time."""
-    some, full = [], []
-    key = torch.arange(tokens, device=device)
-    for first in range(0, tokens, ROWS_AT_ONCE):
-        query = key[first : first + ROWS_AT_ONCE, None]
-        rest = (0, -tokens % TILE, 0, -len(query) % TILE)
-        mask = pad(live(row, None, query, key), rest)
-        counts = mask.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).sum((1, 3), dtype=torch.int32)
-        some.append(counts > 0)
-        full.append(counts == TILE * TILE)
-    return torch.cat(some), torch.cat(full)
-
-
-def block_mask(some: Tensor, full: Tensor, live: Live, side: int, lengths: tuple[int, int] | None = None) -> Any:
-    """A `BlockMask` of tiles that have a live score, and of those that have nothing else: bool (B, H, R, C) each."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    partly, fully = lists(some & ~full, full.shape[-1]), lists(full, full.shape[-1])
-    return BlockMask.from_kv_blocks(*partly, *fully, BLOCK_SIZE=side, mask_mod=live, seq_lengths=lengths)
+    return create_block_mask(live, rows, None, tokens, tokens, device=device, BLOCK_SIZE=TILE)
 
 
 def lists(layout: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:

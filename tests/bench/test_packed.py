@@ -117,10 +117,11 @@ def test_tiles_of_a_document_mask(case, monkeypatch):
     documents = (case.mask(problem.layout, length, CPU) for length in problem.lengths)
     expected = torch.block_diag(*documents).bool()
     assert torch.equal(live(None, None, token[:, None], token), expected)
-    some, full = flex.tiles_of(live, 0, case.tokens, CPU)
+    mask = flex.of_scores(live, 1, case.tokens, CPU)
     rest = -case.tokens % 32
     tiles = torch.nn.functional.pad(expected, (0, rest, 0, rest)).unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
-    assert torch.equal(some, tiles.any(3).any(1)) and torch.equal(full, tiles.all(3).all(1))
+    assert torch.equal(mask.to_dense()[0, 0].bool(), tiles.any(3).any(1))
+    assert torch.equal(mask.full_kv_num_blocks[0, 0], tiles.all(3).all(1).sum(1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("structure", ["bigbird", "window"])
