@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..layout import to_token_mask
 from ..ops import block_sparse_attention
 from . import flex
 from .cases import BREAK_EVEN, GROWTH, TABLE, Case
-from .command import add_cases, add_peers, chosen, require_half_precision
+from .command import add_cases, add_peers, cases_of
 from .floors import Ceilings, Size
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits
 from .markdown import (
@@ -154,13 +153,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    require_half_precision(args, "peers and the floors")
-    grid = chosen(BREAK_EVEN if args.break_even else GROWTH if args.growth else TABLE, args.cases)
-    if args.device == "cpu":
-        small = [case.small(heads=1, seq_len=case.seq_len) if args.growth else case.small() for case in grid]
-        # Cases that differ in what was cut away are one.
-        grid = list({case.name: case for case in small}.values())
-    return [replace(case, dtype=dtype) for dtype, case in product(args.dtype, grid)]
+    if args.growth:
+        return cases_of(args, GROWTH, "peers and the floors", lambda case: case.small(heads=1, seq_len=case.seq_len))
+    return cases_of(args, BREAK_EVEN if args.break_even else TABLE, "peers and the floors")
 
 
 def names(args: argparse.Namespace) -> list[str]:

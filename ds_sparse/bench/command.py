@@ -6,7 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -146,27 +148,29 @@ def add_cases(parser: argparse.ArgumentParser, grid: Iterable[Any], such_as: str
     )
 
 
-def chosen(grid: Iterable[Any], patterns: list[str]) -> list[Any]:
-    """The cases whose name, or the name of what a CPU runs of them, matches a pattern.
+def cases_of(
+    args: argparse.Namespace, grid: Iterable[Any], whose: str, small: Callable[[Any], Any] = lambda case: case.small()
+) -> list[Any]:
+    """The cases whose name, or the name of what a CPU runs of them, matches a pattern, in each dtype; on a CPU cut by
+    `small`.
 
     Raises:
-        ValueError: a pattern that no case matches.
+        ValueError: a pattern that no case matches; fp32 on a GPU, which what is `whose` of them does not have.
     """
-
-    def matches(case: Any, pattern: str) -> bool:
-        return fnmatch(case.name, pattern) or fnmatch(case.small().name, pattern)
-
-    grid = list(grid)
-    for pattern in patterns:
-        if not any(matches(case, pattern) for case in grid):
-            raise ValueError(f"--cases {pattern}: none of {', '.join(case.name for case in grid)}.")
-    return [case for case in grid if any(matches(case, pattern) for pattern in patterns)]
-
-
-def require_half_precision(args: argparse.Namespace, whose: str) -> None:
-    """Raises ValueError for fp32 on a GPU, which what is `whose` of them does not have."""
     if args.device == "cuda" and "fp32" in args.dtype:
         raise ValueError(f"--dtype fp32: on a GPU the {whose} are those of bf16 and fp16.")
+    found: dict[str, set[str]] = {pattern: set() for pattern in args.cases}
+    for case, pattern in product(grid, args.cases):
+        if fnmatch(case.name, pattern) or fnmatch(case.small().name, pattern):
+            found[pattern].add(case.name)
+    for pattern, names in found.items():
+        if not names:
+            raise ValueError(f"--cases {pattern}: none of {', '.join(case.name for case in grid)}.")
+    chosen = [case for case in grid if any(case.name in names for names in found.values())]
+    if args.device == "cpu":
+        # Cases that differ in what was cut away are one.
+        chosen = list({case.name: case for case in map(small, chosen)}.values())
+    return [replace(case, dtype=dtype) for dtype, case in product(args.dtype, chosen)]
 
 
 def in_option(value: object) -> str:

@@ -22,7 +22,7 @@ from ..ops import block_sparse_attention, window_attention
 from ..verify.accuracy import output_and_gradients
 from . import flex
 from .cases import BIGBIRD, STRUCTURES, WINDOW, in_k
-from .command import add_cases, add_peers, chosen, require_half_precision
+from .command import add_cases, add_peers, cases_of
 from .documents import LONGEST, corpus_lengths, cu_seqlens_of, equal_lengths, places_of
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .markdown import Columns, Table, also, beside, in_ms, made_of, numbers, pair, percent, ratio, spans, takes
@@ -391,13 +391,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_peers(parser, others, DEFAULTS, f", besides {' and '.join(ALWAYS)}")
 
 
-def cases(args: argparse.Namespace) -> list[Case]:
-    require_half_precision(args, "peers")
-    grid = chosen(TABLE, args.cases)
-    grid = grid if args.device == "cuda" else [case.small() for case in grid]
-    return [replace(case, dtype=dtype) for dtype, case in product(args.dtype, grid)]
-
-
 def about_of(problem: Problem, peers: Mapping[str, Peer]) -> About:
     filled, unpacked_filled = (peers[name].filled if name in peers else None for name in ALWAYS)
     return About(
@@ -562,7 +555,7 @@ OPERATION = Operation(
     },
     ours=(OURS,),
     options=options,
-    cases=cases,
+    cases=lambda args: cases_of(args, TABLE, "peers"),
     names=lambda args: list(dict.fromkeys([*ALWAYS, *args.peers])),
     abouts=about_of,
     numbers=numbers_of,
