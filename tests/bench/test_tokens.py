@@ -7,7 +7,7 @@ import torch
 from ds_sparse.bench import tokens
 from ds_sparse.bench.machine import FORWARD, TRAIN
 from ds_sparse.bench.reasons import Unsupported
-from ds_sparse.bench.runs import Row
+from ds_sparse.bench.runs import Result, Row
 
 CPU = torch.device("cpu")
 CASE = tokens.Case(seq_len=96, d_model=32, heads=2, sparsity=0.9)
@@ -63,3 +63,12 @@ def test_masks_have_the_sparsity_they_can_have(pattern, sparsity):
     assert mask.double().mean().item() == pytest.approx(1 - sparsity, abs=0.1)
     if pattern != "random":
         assert mask[0].all() and mask[:, 0].all() and mask.diagonal().all()
+
+
+def test_a_reason_that_is_not_that_of_all_cases_names_its_own():
+    def result(sparsity, reasons):
+        rows = [Row(tokens.OURS, FORWARD, 1.0), *(Row(name, FORWARD, reason=why) for name, why in reasons.items())]
+        return Result(tokens.Case(1024, 64, 1, sparsity), tokens.Pairs(1000), rows)
+
+    made = [result(0.5, {"gather": "takes 9.0 GiB", "flex": "forward only"}), result(0.9, {"flex": "forward only"})]
+    assert list(tokens.lines(made))[-2:] == ["50% gather: takes 9.0 GiB", "flex: forward only"]
