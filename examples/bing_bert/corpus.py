@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import hashlib
 import os
-import platform
 import subprocess
 import sysconfig
 import tarfile
@@ -76,11 +75,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Distinct, non-empty documents in a fixed order, and what they were made from."""
+    """Distinct, non-empty documents in a fixed order."""
 
     name: str
     documents: list[Document]
-    sources: dict[str, object] = field(default_factory=dict)
     duplicates: int = 0
     empty: int = 0
     notes: list[str] = field(default_factory=list)
@@ -161,34 +159,30 @@ def load_corpus(name: str, text_column: str | None = None, scratch: Path | None 
     if name in BUILT_IN and text_column is not None:
         raise ValueError(f"The corpus {name} has no columns; leave --text-column {text_column} out.")
     if name in ("stdlib", "site-packages"):
-        documents, sources = _python_sources(name == "site-packages"), {"python": platform.python_version()}
+        documents = _python_sources(name == "site-packages")
     elif name == "sotu":
         documents = _state_of_the_union(scratch)
-        sources = {"npm": f"{SOTU_PACKAGE}@{SOTU_VERSION}", "sha256": SOTU_SHA256}
     elif path.exists():
-        files = _local_files(path)
-        documents, sources = _local(files, text_column, scratch or cache_root()), {"files": list(files)}
+        documents = _local(_local_files(path), text_column, scratch or cache_root())
     elif name.startswith((".", "~", os.sep)) or path.suffix in BUILDERS or (os.sep in name and path.parent.is_dir()):
         siblings = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
         near = [f"; the nearest name there is {one}" for one in difflib.get_close_matches(path.name, siblings, n=1)]
         raise ValueError(f"There is no file or folder {name}{''.join(near)}. {ACCEPTED}.")
     else:
-        documents, sources = _dataset(name, text_column, scratch), {"dataset": name}
-    return _distinct(name, documents, sources)
+        documents = _dataset(name, text_column, scratch)
+    return _distinct(name, documents)
 
 
-def _distinct(name: str, documents: Iterable[Document], sources: dict[str, object]) -> Corpus:
-    kept: dict[str, Document] = {}
-    total = empty = 0
-    for document in documents:
-        total += 1
-        if not document.text.strip():
-            empty += 1
-        else:
-            kept.setdefault(document.sha256, document)
+def _distinct(name: str, documents: Iterable[Document]) -> Corpus:
+    everything = list(documents)
+    texts = [document for document in everything if document.text.strip()]
+    first: dict[str, Document] = {}
+    for document in texts:
+        first.setdefault(document.sha256, document)
+    kept = list(first.values())
     if not kept:
-        raise ValueError(f"The corpus {name} holds no text: nothing but empty documents, {total} of them.")
-    return Corpus(name, list(kept.values()), sources, duplicates=total - empty - len(kept), empty=empty)
+        raise ValueError(f"The corpus {name} holds no text: nothing but empty documents, {len(everything)} of them.")
+    return Corpus(name, kept, duplicates=len(texts) - len(kept), empty=len(everything) - len(texts))
 
 
 def _decoded(data: bytes) -> str:
@@ -203,14 +197,10 @@ def _decoded(data: bytes) -> str:
 
 
 def _python_files(root: Path, label: str, skips: set[str]) -> Iterator[Document]:
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in skips]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
+    for path in sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix):
         # A broken link is listed but is not a file. _sysconfigdata is this machine's compiler flags.
-        if path.is_file() and not path.name.startswith("_sysconfigdata"):
-            yield Document(f"{label}/{path.relative_to(root).as_posix()}", _decoded(path.read_bytes()))
+        if not skips & set(path.parts) and (root / path).is_file() and not path.name.startswith("_sysconfigdata"):
+            yield Document(f"{label}/{path.as_posix()}", _decoded((root / path).read_bytes()))
 
 
 def _python_sources(with_packages: bool) -> Iterator[Document]:

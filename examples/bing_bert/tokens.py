@@ -124,7 +124,7 @@ def open_corpus(
         for note in corpus.notes:
             print(note, flush=True)
         left_out = {"duplicate_documents": corpus.duplicates, "empty_documents": corpus.empty}
-        origin = {"corpus": corpus.name, "sources": corpus.sources, "left_out": left_out, "notes": corpus.notes}
+        origin = {"corpus": corpus.name, "left_out": left_out, "notes": corpus.notes}
         try:
             return _tokenized(corpus, vocabulary_size, scratch), origin
         except OSError as error:

@@ -229,9 +229,11 @@ def test_a_run_goes_on_with_any_number_of_ranks_as_on_one(workplace):
             ranks.append(number)
             runs.append(options(workplace, f"zero{stage}", *arguments, zero_optimization={"stage": stage}))
     zero1 = {"zero_optimization": {"stage": 1}}
-    *ended, (refused, printed) = workplace.run(
-        [*runs, options(workplace, "zero1", "8", "--resume", train_batch_size=16, **zero1)], [*ranks, 1]
-    )
+    wrong = [
+        options(workplace, "zero1", "8", "--resume", train_batch_size=16, **zero1),
+        options(workplace, "nowhere", "8", "--resume"),
+    ]
+    *ended, (refused, printed), nowhere = workplace.run([*runs, *wrong], [*ranks, 1, 2])
     assert all(code == 0 for *codes, _ in ended for code in codes), ended
     alone, *moved = (
         [loss for _, loss, _ in workplace.training_losses(name)]
@@ -241,6 +243,7 @@ def test_a_run_goes_on_with_any_number_of_ranks_as_on_one(workplace):
     folder = workplace.folder / "zero1" / "0001" / "sparse" / "checkpoints"
     assert {path.name for path in folder.iterdir() if path.suffix != ".py"} == {"latest", "step4", "step6"}
     assert "train_batch_size was 8 and is 16" in refused and "density" not in printed
+    assert ["There is no run in" in sentence for sentence in nowhere[:2]] == [True, True], "what rank 0 finds ends all"
 
 
 @pytest.mark.parametrize(

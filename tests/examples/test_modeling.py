@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_sparse
 from ds_sparse.ops import BLOCK_OPERATORS, missing_kernels
@@ -164,15 +163,6 @@ def test_a_sparse_encoder_reads_nothing_back_from_the_device(padding):
     # Where there are no numbers, none can be waited for.
     states, _ = model.bert.to("meta")(batch.input_ids, batch.segment_ids, batch.input_mask, batch.lengths)
     assert states.shape == (2, 64, CONFIG.hidden_size)
-
-
-@pytest.mark.gpu
-def test_flash_attention_serves_padded_batches():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU here")
-    model, batch = make_model(arguments(64)).to("cuda", torch.bfloat16), make_batch(64, 10).to(torch.device("cuda"))
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error where it cannot be used
-        model(batch)["loss"].backward()
 
 
 def test_every_layer_is_sparse_with_one_layout_and_the_weights_of_a_dense_model_from_the_same_seed():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from browser import chromium
+from matplotlib import figure
 
 import run_page
 from modeling import BertConfig
@@ -82,6 +83,18 @@ def test_it_has_the_figures_of_each_run_and_no_keys_of_monitors(page):
     ):  # fmt: skip
         assert words in text, words
     assert "api_key" not in text
+
+
+def test_the_picture_has_each_curve_of_each_run(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, dpi: drawn.append(self))
+    run_page.draw_curves(tmp_path / "loss.png", {"sparse": [EVALUATED, *STEPS], "dense": [EVALUATED]}, UNIGRAM)
+    curves = [{line.get_label(): line.get_xydata().tolist() for line in panel.lines} for panel in drawn[0].axes]
+    kinds = (*(f"{run}, {part}" for part in ("training", "held out") for run in ("sparse", "dense")),)
+    assert [*curves[0]] == [*kinds, "unigram cross-entropy, held out"]
+    assert curves[0]["sparse, training"] == [[step["step"], step["mlm_loss"]] for step in STEPS]
+    assert curves[0]["dense, held out"] == [[0, 5.5]]
+    assert curves[1]["sparse"][-1] == [40, 40 / 1e5] and curves[2]["sparse"][-1] == [40, 2000]
 
 
 def test_a_dense_run_without_figures_says_so(tmp_path):

@@ -1,6 +1,5 @@
 """The vocabulary of a corpus and its tokens in the cache."""
 
-import math
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 
 import tokens
 from corpus import Corpus, Document, load_corpus
-from data import NOT_PREDICTED, PretrainingData
 from tokens import build_tokenizer, learn_vocabulary, open_corpus
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -109,45 +107,3 @@ def test_a_cache_that_cannot_be_written_and_a_vocabulary_too_small_for_letters_a
         open_corpus(str(folder), 512)
     with pytest.raises(ValueError, match="vocabulary of 100 is too small"):
         open_corpus(str(folder), 100)
-
-
-OPEN_ON_A_RANK = """
-import sys
-import tokens
-import torch.distributed as dist
-
-rank, meeting_place, corpus = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=2)
-if rank == 1:
-    del tokens.load_corpus
-try:
-    print("opened", tokens.open_corpus(corpus, 512).directory)
-except ValueError as error:
-    print("refused", error)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("name, expected", [("{folder}", "opened"), ("{folder}/no.txt", "refused There is no file")])
-@pytest.mark.slow("starts two ranks")
-def test_rank_0_makes_the_cache_and_every_rank_gets_the_same_answer(folder, tmp_path, name, expected):
-    arguments = [str(tmp_path / "meeting_place"), name.format(folder=folder)]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", OPEN_ON_A_RANK, rank, *arguments], env=environment(),
-                         stdout=subprocess.PIPE, text=True)
-        for rank in ("0", "1")
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
-    assert said[1] == said[0][-1:] and said[1][0].startswith(expected)
-
-
-@pytest.mark.slow("tokenizes a part of the standard library")
-def test_part_of_the_standard_library_at_2048_tokens(monkeypatch):
-    corpus = Corpus("stdlib", load_corpus("stdlib").documents[:150])
-    monkeypatch.setattr(tokens, "load_corpus", lambda *_: corpus)
-    tokenized = open_corpus("stdlib", 2048)
-    assert tokenized.summary["vocabulary"]["unknown_share"] < 0.001
-    data = PretrainingData(tokenized, 2048)
-    assert data.training.padding_share < 0.02
-    assert ((next(data.batches(4, 4)).mlm_labels != NOT_PREDICTED).sum(1) == 307).all()
-    assert 3 < data.held_out_unigram_cross_entropy < math.log(len(tokenized.vocabulary))
