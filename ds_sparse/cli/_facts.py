@@ -82,12 +82,8 @@ def gather() -> Facts:
     except Exception as error:  # noqa: BLE001  # a broken installation fails in many ways
         facts.torch_error = without_paths(error)
         return facts
-    facts.packages["torch"], facts.torch_cuda, facts.torch_hip = (
-        torch.__version__,
-        torch.version.cuda,
-        torch.version.hip,
-    )
-    facts.threads = torch.get_num_threads()
+    facts.packages["torch"], facts.threads = torch.__version__, torch.get_num_threads()
+    facts.torch_cuda, facts.torch_hip = torch.version.cuda, torch.version.hip
     _look_at_gpu(facts)
     _look_at_libraries(facts)
     _look_at_operations(facts)
@@ -168,13 +164,12 @@ def _look_at_operations(facts: Facts) -> None:
     served = {"cpu": not facts.libraries["CPU"].state, "cuda": bool(facts.gpu) and not facts.libraries["CUDA"].state}
     for name in (name for name, is_served in served.items() if is_served and not facts.operators_error):
         device = torch.device(name)
-        table: dict[str, dict[str, list[str]]] = {}
+        table = facts.operations[name] = {}
         for variant in variants(device):
             by_dtype = table.setdefault(variant.operation, {})
             names = by_dtype.setdefault(str(variant.dtype).removeprefix("torch."), [])
             if variant.implementation not in names:
                 names.append(variant.implementation)
-        facts.operations[name] = table
         limit, call = LIMITS[0], Call(device, torch.float16, 1)
         facts.others[name] = {
             i.name: limit.sentence(i, call)

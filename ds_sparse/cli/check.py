@@ -180,10 +180,10 @@ def _check_rest(loaded: LoadedConfig, result: Result) -> None:
         verdict = check_deepspeed_config(loaded.deepspeed)
     except ImportError as error:
         result.notices.append(f"the rest of the file was not checked: {error}")
-        return
-    result.deepspeed = verdict.version
-    result.mistakes += verdict.mistakes
-    result.notices += verdict.notices
+    else:
+        result.deepspeed = verdict.version
+        result.mistakes += verdict.mistakes
+        result.notices += verdict.notices
 
 
 def _without_name(sentences: list[str], name: str) -> list[str]:

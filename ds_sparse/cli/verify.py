@@ -82,7 +82,9 @@ def _verify(args: argparse.Namespace, chosen: list[Variant], device: torch.devic
             if not args.json:
                 _say(family, faults, len(wrong), terminal)
             wrong += faults
-            _add(families, family)
+            known = families.setdefault(f"{family['operation']}, {family['implementation']}", family)
+            if known is not family:  # another round
+                known.update({key: round(known[key] + family[key], 1) for key in ("variants", "wrong", "seconds")})
         if time.monotonic() - start >= args.seconds:
             break
     seconds = round(time.monotonic() - start, 1)
@@ -103,8 +105,7 @@ def _families(
 
     for name, family in groupby(chosen, key=lambda variant: variant.family):
         variants, outcomes = list(family), []
-        quiet = args.json
-        with terminal.progress(0 if quiet else len(variants), name) as done:
+        with terminal.progress(0 if args.json else len(variants), name) as done:
             for outcome in verify(variants, device, seed, args.repeats):
                 outcomes.append(outcome)
                 done(name)
@@ -125,14 +126,6 @@ def _summary(outcomes: list[Outcome]) -> dict[str, Any]:
 def _in_words(outcome: Outcome) -> dict[str, Any]:
     about = outcome.variant._asdict() | {"dtype": str(outcome.variant.dtype).removeprefix("torch.")}
     return {"variant": str(outcome.variant), **about, "seed": outcome.seed, "what": outcome.wrong}
-
-
-def _add(families: dict[str, dict[str, Any]], more: dict[str, Any]) -> None:
-    """Adds the numbers of another round."""
-    known = families.setdefault(f"{more['operation']}, {more['implementation']}", more)
-    if known is not more:
-        for key in ("variants", "wrong", "seconds"):
-            known[key] = round(known[key] + more[key], 1)
 
 
 def _say(family: dict[str, Any], faults: list[dict[str, Any]], before: int, terminal: Terminal) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..layout import LayoutRows
 from .changes import Changes
-from .pictures import head_name, require_writable
+from .pictures import head_name, require_writable, writing
 from .walk import LARGEST, walks
 
 PAGES = (".html",)
@@ -67,11 +67,8 @@ def save_page(sheets: Sequence[Sheet], path: str | os.PathLike[str], title: str,
     """
     require_writable(path, PAGES)
     text = page_text(sheets, title, notes)
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ValueError(f"{os.fspath(path)} cannot be written: {error.strerror or error}.") from error
+    with writing(path), open(path, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def page_text(sheets: Sequence[Sheet], title: str, notes: Sequence[str] = ()) -> str:

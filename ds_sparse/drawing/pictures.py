@@ -115,12 +115,9 @@ def save_drawing(
 
     figure = _figure(layout if isinstance(layout, LayoutRows) else LayoutRows.of(layout), block, title, head)
     svg = os.fspath(path).lower().endswith(".svg")
-    try:
-        with matplotlib.rc_context({"svg.hashsalt": "ds_sparse"}):
-            # A fixed salt and no date: the same layout gives the same file. Tight: as large as what is in it.
-            figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if svg else None)
-    except OSError as error:
-        raise ValueError(f"{os.fspath(path)} cannot be written: {error.strerror or error}.") from error
+    with writing(path), matplotlib.rc_context({"svg.hashsalt": "ds_sparse"}):
+        # A fixed salt and no date: the same layout gives the same file. Tight: as large as what is in it.
+        figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if svg else None)
 
 
 def require_writable(path: str | os.PathLike[str], endings: Sequence[str]) -> None:
@@ -135,6 +132,15 @@ def require_writable(path: str | os.PathLike[str], endings: Sequence[str]) -> No
         raise ValueError(f"{name} cannot be written: it is a folder.")
     if not os.access(name if os.path.exists(name) else folder, os.W_OK):
         raise ValueError(f"{name} cannot be written: permission denied.")
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises ValueError, with the name of the file, where what it is around cannot write."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)} cannot be written: {error.strerror or error}.") from error
 
 
 def takes_ascii_only(stream: TextIO) -> bool:
