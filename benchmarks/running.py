@@ -1,8 +1,9 @@
-"""Operations of models: an entry of the registry, which prints, writes and reads results, and shared options."""
+"""Operations of models: an entry of the registry, which prints, writes and reads results, and types of options."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +17,11 @@ from ds_sparse.bench.machine import conditions
 from ds_sparse.bench.markdown import Table
 from ds_sparse.bench.runs import Run, restored, show
 
-Result = tuple[Any, Any]
+Result = tuple[Any, list[Any]]
 """A case, and the rows of what was measured in it."""
+
+NOT_TRIED = "not tried: "
+"""Beginning of a reason that is nobody's failure."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,10 @@ class Entry:
 
     add: Callable[[argparse.ArgumentParser], None]
     measure: Callable[[argparse.Namespace, torch.device], int]
-    case: type
+    case: Callable[..., Any]
     row: type
-    lines: Callable[[Iterable[Any]], Iterator[Iterable[str]]]
-    pages: Callable[[list[Any]], dict[str, Table]]
+    lines: Callable[[Iterable[Result]], Iterator[Iterable[str]]]
+    pages: Callable[[list[Result]], dict[str, Table]]
     more: Callable[[Any], dict[str, Any]] = lambda case: {}
 
     def record(self, result: Result) -> list[dict[str, Any]]:
@@ -76,38 +80,36 @@ class Entry:
         return int(any(failures))
 
 
-def add_labelled_only(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--labelled-only",
-        action="store_true",
-        help="logits of tokens with a label alone, as bing_bert computes them (default: of all, as Transformers does)",
-    )
+def release_memory(device: torch.device) -> None:
+    """What nobody holds any more is the GPU's again, so that the next step finds it in one piece."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def natural(text: str) -> int:
-    """argparse type: an integer of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
-    return int(text)
+def in_columns(table: Table) -> Iterator[str]:
+    """The lines of a table as text: the first column to the left, all others to the right."""
+    rows = [table.heading, *table.rows]
+    first, *widths = (max(map(len, cells)) for cells in zip(*rows, strict=True))
+    for name, *cells in rows:
+        yield "  ".join([f"{name:{first}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths))]).rstrip()
 
 
-def positive_number(text: str) -> float:
-    """argparse type: above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+def number(parse: Callable[[str], float], what: str, fits: Callable[[float], bool]) -> Callable[[str], Any]:
+    """argparse type: a number in some bounds, which `what` says."""
+
+    def read(text: str) -> float:
+        try:
+            found = parse(text)
+        except ValueError:
+            found = float("nan")
+        if not fits(found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return found
+
+    return read
 
 
-def probability(text: str) -> float:
-    """argparse type: from 0 to below 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a probability from 0 to below 1")
-    return number
+natural = number(int, "an integer of at least 0", lambda x: x >= 0)
+positive_number = number(float, "a number above 0", lambda x: 0 < x < float("inf"))
+probability = number(float, "a probability from 0 to below 1", lambda x: 0 <= x < 1)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from functools import partial
 
 import torch
 
-from benchmarks.models import attentions, bert_results, longest_sequence
-from benchmarks.models.reasons import NOT_TRIED
-from benchmarks.running import Entry, add_labelled_only, probability
+from benchmarks.models import attentions, results
+from benchmarks.running import NOT_TRIED, Entry, probability
 from ds_sparse.bench.command import add_shared, listed, one_of
 from ds_sparse.bench.registry import BF16_ON_A_GPU
 from ds_sparse.tools.arguments import positive
@@ -22,9 +19,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Masked-language modelling, forward and backward, by Transformers' BERT with up to 32,768 tokens a step, or "
         "one sequence where that is longer; on a CPU a small model and 2,048. Before that each sparse structure is "
         "verified in a model of two layers, 1,024 tokens, without dropout: the gradient of the first layer's query "
-        "weight. 'of ceiling' is the time without any attention, whose output is the value, over the time with it; 'of "
-        "floor' the same where the projections of query and key keep their backward; 'x dense' the time over that of "
-        "sdpa. What takes longer than --seconds for a step is timed once, and not at longer lengths. With --longest "
+        "weight. 'of no attention' is the time without any, whose output is the value, over the time with it; 'of the "
+        "floor' the same where the projections of query and key keep their backward; 'times sdpa' the time over its. "
+        "What takes longer than --seconds for a step is timed once, and not at longer lengths. With --longest "
         "nothing is verified or timed in turns: each attention is tried with longer and longer sequences."
     )
     add_shared(parser, BF16_ON_A_GPU)
@@ -42,8 +39,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        choices=list(bert_results.MODELS),
-        default=bert_results.BASE,
+        choices=[results.BASE, results.LARGE],
+        default=results.BASE,
         help="sizes of BERT-base or BERT-large (default: base)",
     )
     parser.add_argument(
@@ -67,58 +64,52 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_labelled_only(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--labelled-only",
+        action="store_true",
+        help="logits of tokens with a label alone, as bing_bert computes them (default: of all, as Transformers does)",
+    )
+
+
 def measure(args: argparse.Namespace, device: torch.device) -> int:
     try:
-        from benchmarks.models import bert
+        from benchmarks.models import bert, steps
     except ImportError as error:
         print(f"bench bert measures Transformers' BERT. {error}", file=sys.stderr)
         return 1
-    results = measured(args, device)
+    if args.longest and args.device == "cpu":
+        print(results.ON_CPU, file=sys.stderr)
+        return 1
+    lengths = sorted(args.seq_len or ([4096, 8192, 16384, 32768] if args.device == "cuda" else [1024]))
+    cases = [
+        results.Case(
+            seq_len, dtype, args.device, args.dropout, not args.labelled_only, args.model, args.whole_step,
+            args.activation_checkpointing, bool(args.longest),
+        )
+        for dtype in args.dtype
+        for seq_len in (lengths if not args.longest else [0])
+    ]  # fmt: skip
     if args.longest:
-        try:
-            longest_sequence.require_gpu(device)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 1
-        cases_of_any_length = (case_of(args, dtype, 0, True) for dtype in args.dtype)
-        tried = (bert.longest_tries(case, args.peers, args.longest, device) for case in cases_of_any_length)
-        results = ((result, False) for results in tried for result in results)
-    return OPERATION.run(args, device, results, transformers=bert.transformers.__version__)
+        found = (one for case in cases for one in steps.longest(bert, case, args.peers, args.longest, device))
+    else:
+        found = steps.results(bert, cases, args.peers, device, args.repeats, args.seconds)
+    told = ((one, not args.longest and any(map(is_failure, one[1]))) for one in found)
+    return OPERATION.run(args, device, told, transformers=bert.transformers.__version__)
 
 
-def measured(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[bert_results.Result, bool]]:
-    from benchmarks.models import bert
-
-    for dtype in args.dtype:
-        ours = [name for name in args.peers if name in attentions.STRUCTURES_IN_BERT]
-        wrong = bert.wrong_ones(ours, partial(bert.verify, dtype=dtype, device=device))
-        grid = [case_of(args, dtype, seq_len) for seq_len in lengths_of(args)]
-        for case, rows in bert.results(grid, args.peers, wrong, device, args.repeats, args.seconds):
-            yield (case, rows), any(map(is_failure, rows))
-
-
-def lengths_of(args: argparse.Namespace) -> list[int]:
-    """Lengths to measure, ascending."""
-    return sorted(args.seq_len or ([4096, 8192, 16384, 32768] if args.device == "cuda" else [1024]))
-
-
-def case_of(args: argparse.Namespace, dtype: str, seq_len: int, is_try: bool = False) -> bert_results.Case:
-    settings = args.model, args.whole_step, args.activation_checkpointing, is_try
-    return bert_results.Case(seq_len, args.dropout, dtype, args.device, not args.labelled_only, *settings)
-
-
-def is_failure(row: bert_results.Row) -> bool:
+def is_failure(row: results.Row) -> bool:
     """True if one of ours was wrong or failed."""
-    ours = row.attention in attentions.STRUCTURES_IN_BERT
-    return ours and bool(row.reason) and not row.reason.startswith(NOT_TRIED)
+    is_ours = row.attention in attentions.STRUCTURES_IN_BERT or row.attention.startswith(attentions.OURS)
+    return is_ours and bool(row.reason) and not row.reason.startswith(NOT_TRIED)
 
 
 OPERATION = Entry(
     add,
     measure,
-    bert_results.Case,
-    bert_results.Row,
-    bert_results.report,
-    bert_results.of_bert,
+    results.Case,
+    results.Row,
+    results.report,
+    results.tables_of,
     more=lambda case: {"batch": case.batch},
 )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 
 import torch
 
-from benchmarks.models import modernbert_results
+from benchmarks.commands import bert as of_bert
+from benchmarks.models import attentions, results
 from benchmarks.peers import PACKAGES
-from benchmarks.running import Entry, add_labelled_only
-from ds_sparse.bench.attention import OURS
 from ds_sparse.bench.command import add_shared, listed, one_of
 from ds_sparse.bench.machine import versions
 from ds_sparse.bench.registry import BF16_ON_A_GPU
@@ -26,8 +24,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "that is longer; on a CPU a small model and 2,048. Global layers are BigBird's with blocks of 64, local ones "
         "have the model's window; peers are dense in each document's global layers. Before that each is verified in a "
         "model of four layers: the gradient of the first layer's query weight. The floor's attention returns the "
-        "value, and the projections of query and key keep their backward; 'of floor' is its time over that with "
-        "attention."
+        "value, and the projections of query and key keep their backward; 'of the floor' is its time over that "
+        "with attention."
     )
     add_shared(parser, BF16_ON_A_GPU)
     parser.add_argument(
@@ -35,44 +33,34 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--peers",
-        type=listed(one_of(modernbert_results.ATTENTIONS)),
-        default=list(modernbert_results.ATTENTIONS),
-        help=f"{', '.join(modernbert_results.ATTENTIONS)} (default: all)",
+        type=listed(one_of(attentions.MODERNBERT_ATTENTIONS)),
+        default=list(attentions.MODERNBERT_ATTENTIONS),
+        help=f"{', '.join(attentions.MODERNBERT_ATTENTIONS)} (default: all)",
     )
-    add_labelled_only(parser)
+    of_bert.add_labelled_only(parser)
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> int:
     try:
-        from benchmarks.models import bert, modernbert
+        from benchmarks.models import modernbert, steps
     except ImportError as error:
         print(f"bench modernbert measures Transformers' ModernBERT. {error}", file=sys.stderr)
         return 1
-    seq_lens = args.seq_len or ([8192] if args.device == "cuda" else [1024])
+    lengths = sorted(args.seq_len or ([8192] if args.device == "cuda" else [1024]))
     try:
-        for seq_len in seq_lens:
-            bert.require_layout(modernbert.STRUCTURE, seq_len)
+        for seq_len in lengths:
+            steps.require_layout(modernbert.STRUCTURE, seq_len)
     except ValueError as error:
         print(f"--seq-len: {error} Give longer rows.", file=sys.stderr)
         return 1
-
-    def results() -> Iterator[tuple[modernbert_results.Result, bool]]:
-        for dtype in args.dtype:
-            wrong = bert.wrong_ones(args.peers, partial(modernbert.verify, dtype=dtype, device=device))
-            for seq_len in seq_lens:
-                case = modernbert_results.Case(seq_len, dtype, args.device, not args.labelled_only)
-                rows = modernbert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
-                yield (case, rows), any(row.reason for row in rows if row.attention.startswith(OURS))
-
-    return OPERATION.run(args, device, results(), **versions(PACKAGES), transformers=bert.transformers.__version__)
+    cases = [
+        results.Case(seq_len, dtype, args.device, predicts_all=not args.labelled_only, whole_step=True)
+        for dtype in args.dtype
+        for seq_len in lengths
+    ]
+    found = steps.results(modernbert, cases, args.peers, device, args.repeats, args.seconds)
+    told = ((one, any(map(of_bert.is_failure, one[1]))) for one in found)
+    return OPERATION.run(args, device, told, **versions(PACKAGES), transformers=modernbert.transformers.__version__)
 
 
-OPERATION = Entry(
-    add,
-    measure,
-    modernbert_results.Case,
-    modernbert_results.Row,
-    modernbert_results.report,
-    modernbert_results.of_modernbert,
-    more=lambda case: {"rows": len(case.lengths)},
-)
+OPERATION = replace(of_bert.OPERATION, add=add, measure=measure, more=lambda case: {"rows": case.batch})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from itertools import product
 
 import torch
 
-from benchmarks.models import sequence_results
-from benchmarks.running import Entry
+from benchmarks.commands import bert as of_bert
+from benchmarks.models import results
 from ds_sparse.bench import cases
 from ds_sparse.bench.command import add_shared, listed, one_of
 from ds_sparse.bench.registry import BF16_ON_A_GPU
@@ -46,8 +47,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--parallel",
-        type=listed(one_of(sequence_results.SEVERAL)),
-        default=list(sequence_results.SEVERAL),
+        type=listed(one_of((results.DATA, results.SEQUENCE))),
+        default=[results.DATA, results.SEQUENCE],
         help="what several ranks do: data (sequences each), sequence (they share them) (default: both)",
     )
     parser.add_argument(
@@ -59,8 +60,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero-stage", type=int, choices=range(1, 4), default=2, help="(default: 2)")
     parser.add_argument(
         "--activations",
-        choices=sequence_results.ACTIVATIONS,
-        default=sequence_results.KEPT,
+        choices=[results.KEPT, results.CHECKPOINTED, results.OFFLOADED],
+        default=results.KEPT,
         help="kept until backward; checkpointed: inputs of layers alone; offloaded: those on the CPU (default: kept)",
     )
     parser.add_argument(
@@ -86,43 +87,42 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, device: torch.device) -> int:
     try:
-        from benchmarks.models import bert, sequence, sequence_rank
+        from benchmarks.models import sequence, sequence_rank, steps
     except ImportError as error:
         print(f"bench sequence measures Transformers' BERT under DeepSpeed. {error}", file=sys.stderr)
         return 1
     if args.longest and args.tokens:
         print("--longest looks for one sequence, and --tokens wants several; leave one of them out.", file=sys.stderr)
         return 1
+    if args.longest and args.device == "cpu":
+        print(results.ON_CPU, file=sys.stderr)
+        return 1
     seq_lens = args.seq_len or ([16384, 65536, 262144] if args.device == "cuda" else [512, 1024])
     ranks = args.ranks or [torch.cuda.device_count() if args.device == "cuda" else 2]
     try:
-        sequence.require_gpus(max(ranks), args.longest, device)
-        if sequence_results.SEQUENCE in args.parallel:
+        sequence.require_gpus(max(ranks), device)
+        if results.SEQUENCE in args.parallel:
             sequence_rank.require_heads(max(ranks), args.device)
         for seq_len in seq_lens:
-            bert.require_layout(args.structure, seq_len)
+            steps.require_layout(args.structure, seq_len)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     if "fp16" in args.dtype:
         print("--dtype fp16: DeepSpeed leaves steps out while it looks for a loss scale; give bf16.", file=sys.stderr)
         return 1
-    settings = args.zero_stage, args.activations, args.tiles, args.micro_batches, args.tokens
+    settings = {
+        name: getattr(args, name)
+        for name in ("structure", "zero_stage", "activations", "tiles", "micro_batches", "tokens")
+    }
     grid = [
-        sequence_results.Case(seq_len, args.structure, dtype, args.device, *settings)
+        results.Case(seq_len, dtype, args.device, **settings)
         for dtype, seq_len in product(args.dtype, sorted(seq_lens))
     ]
-    comparison = sequence.Comparison(grid, ranks, args.parallel, args.repeats, args.seconds, args.longest)
-    results = (((case, [row]), sequence.is_failure(row)) for case, row in comparison.results(device))
     with cpu_threads(max(1, torch.get_num_threads() // max(ranks))):
-        return OPERATION.run(args, device, results, **sequence_rank.versions())
+        found = sequence.results(grid, ranks, args.parallel, args.repeats, args.seconds, args.longest, device)
+        told = (((case, rows), any(sequence.is_failure(case, row) for row in rows)) for case, rows in found)
+        return OPERATION.run(args, device, told, **sequence_rank.versions())
 
 
-OPERATION = Entry(
-    add,
-    measure,
-    sequence_results.Case,
-    sequence_results.Row,
-    sequence_results.report,
-    sequence_results.of_sequence,
-)
+OPERATION = replace(of_bert.OPERATION, add=add, measure=measure, more=lambda case: {})

@@ -6,33 +6,20 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.models.reasons import NOT_TRIED
-from benchmarks.models.step_times import release_memory
-from benchmarks.running import Entry, natural, positive_number
+from benchmarks.running import NOT_TRIED, Entry, natural, positive_number, release_memory
 from benchmarks.train import results as train_results
-from benchmarks.train.results import (
-    DOCUMENT_TOKENS,
-    LEARNING_RATES,
-    MODELS,
-    SMALL,
-    TINY,
-    Budget,
-    Job,
-    Result,
-    Row,
-    Settings,
-    case_of,
-    jobs_of,
-)
-from benchmarks.train.trainer import Experiment, Folder, Training, load
+from benchmarks.train.results import DOCUMENT_TOKENS, LEARNING_RATES, MODELS, SMALL, TINY, Case, Result, Row
+from benchmarks.train.trainer import Folder, Training, load
 from ds_sparse.bench.command import add_device_and_json, listed
 from ds_sparse.bench.reasons import in_short
 from ds_sparse.tools.arguments import positive
@@ -107,59 +94,53 @@ def add(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, device: torch.device) -> int:
     with ExitStack() as stack:
         try:
-            settings, budgets = settings_of(args), budgets_of(args)
-            experiment = load(args.experiment)
-            arms = list(dict.fromkeys(args.arms or experiment.default_arms(settings)))
-            experiment.require(settings, arms)
+            cases, experiment = cases_of(args)
             if args.folder is None and not args.quick:
                 raise ValueError("--folder: name a folder for data and rows, from which a run can go on.")
             if args.folder is None and args.stop_after is not None:
                 raise ValueError("--stop-after: the rest is trained later; name a folder for rows with --folder.")
-            folder = Folder(args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())), settings)
-            data = folder.data(partial(experiment.prepare, settings))
+            folder = Folder(args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())), cases[0])
+            data = folder.data(partial(experiment.prepare, cases[0]))
         except (ImportError, ValueError) as error:
             print(f"bench train: {error}", file=sys.stderr)
             return 1
         deadline = float("inf") if args.stop_after is None else time.perf_counter() + args.stop_after
 
         def results() -> Iterator[tuple[Result, bool]]:
-            for job in jobs_of(arms, dict.fromkeys(args.seeds), budgets):
-                row = row_of(settings, job, experiment, folder, data, device, deadline)
-                yield (case_of(settings, job), row), bool(row.reason) and not row.reason.startswith(NOT_TRIED)
+            for case in cases:
+                row = row_of(case, experiment, folder, data, device, deadline)
+                yield (case, [row]), bool(row.reason) and not row.reason.startswith(NOT_TRIED)
 
         return OPERATION.run(args, device, results())
 
 
-def row_of(
-    settings: Settings,
-    job: Job,
-    experiment: Experiment,
-    folder: Folder,
-    data: Path,
-    device: torch.device,
-    deadline: float,
-) -> Row:
+def row_of(case: Case, experiment: Any, folder: Folder, data: Path, device: torch.device, deadline: float) -> Row:
     """The row of a job, which is trained unless it is finished."""
-    with folder.claimed(job) as mine:
-        if row := folder.row(job):
+    with folder.claimed(case) as mine:
+        if row := folder.row(case):
             return row
         if not mine:
             return Row(reason=TAKEN)
         if time.perf_counter() >= deadline:
             return Row(reason=STOPPED)
         try:
-            phases = experiment.phases(settings, data, job.arm, job.seed, device)
-            row = Training(settings, job, device).run(phases)
+            row = Training(case, device).run(experiment.phases(case, data, device))
         except (ArithmeticError, RuntimeError) as error:
             return Row(reason=in_short(error))
         finally:
             release_memory(device)
-        folder.finish(job, row)
+        folder.finish(case, row)
         return row
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    """Raises ValueError where a step has no whole number of documents, or genomes are given for none."""
+def cases_of(args: argparse.Namespace) -> tuple[list[Case], Any]:
+    """The jobs, and their experiment. All arms with the first seed come first: what is cut off then has something to
+    compare.
+
+    Raises:
+        ValueError: a step has no whole number of documents, genomes are given for none, an arm cannot be trained, or
+            nothing says how long.
+    """
     if args.genomes and args.experiment != "dna":
         raise ValueError(f"--genomes: {args.experiment} reads none; leave it out, or give --experiment dna.")
     document = args.document_tokens or (QUICK_DOCUMENT_TOKENS if args.quick else DOCUMENT_TOKENS[args.experiment])
@@ -171,27 +152,18 @@ def settings_of(args: argparse.Namespace) -> Settings:
         )
     model = args.model or (TINY if args.quick else MODEL[args.device])
     rate = args.learning_rate or LEARNING_RATES[model]
-    return Settings(args.experiment, model, args.dtype, args.device, args.quick, per_step, rate, document, args.genomes)
-
-
-def budgets_of(args: argparse.Namespace) -> list[Budget]:
-    """Raises ValueError where none is given."""
-    given = [Budget(tokens=args.tokens)] if args.tokens else []
-    given += [Budget(minutes=args.minutes)] if args.minutes else []
-    if not given and not args.quick:
+    case = Case(args.experiment, model, args.dtype, args.device, args.quick, per_step, rate, document, args.genomes)
+    budgets = [{"tokens": args.tokens}] if args.tokens else []
+    budgets += [{"minutes": args.minutes}] if args.minutes else []
+    if not budgets and not args.quick:
         raise ValueError("give --tokens or --minutes: how much each arm trains.")
-    return given or [Budget(tokens=QUICK_STEPS * settings_of(args).tokens_per_step)]
+    budgets = budgets or [{"tokens": QUICK_STEPS * per_step}]
+    experiment = load(args.experiment)
+    arms = dict.fromkeys(args.arms or experiment.default_arms(case))
+    for arm in arms:
+        experiment.require(replace(case, arm=arm))
+    jobs = product(dict.fromkeys(args.seeds), budgets, arms)
+    return [replace(case, arm=arm, seed=seed, **budget) for seed, budget, arm in jobs], experiment
 
 
-class Jobs(Entry):
-    """An entry whose results have one row each."""
-
-    def record(self, result: Result) -> list[dict[str, Any]]:
-        case, row = result
-        return super().record((case, [row]))
-
-    def restore(self, rows: Sequence[dict[str, Any]]) -> list[Any]:
-        return [(case, row) for case, of_case in super().restore(rows) for row in of_case]
-
-
-OPERATION = Jobs(add, measure, train_results.Case, Row, train_results.report, train_results.of_train)
+OPERATION = Entry(add, measure, Case, Row, train_results.report, train_results.tables_of)

@@ -41,3 +41,11 @@ BERT_ATTENTIONS: tuple[str, ...] = (
     *IN_BERT,
 )
 """What a step of BERT is measured with, besides `MODES_IN_BERT`."""
+
+OURS, OURS_PADDED = "ds_sparse", "ds_sparse-padded"
+
+MODERNBERT_ATTENTIONS = (
+    *(FLOOR, OURS, OURS_PADDED, DENSE_IN_BERT, "sdpa-padded"),
+    *("flex_attention", "flash_attention_4", "flash_attention_2"),
+)
+"""What a step of ModernBERT is measured with: names of Transformers, but for the floor and padded documents."""

@@ -1,25 +1,20 @@
-"""A training step of ModernBERT on packed documents: sparse, dense by its peers, and with no attention at all.
-
-Masked-language modelling with Transformers' own model, forward, backward and AdamW, parameters in the dtype that is
-measured. All attentions get the same documents, each in a form of its own: one flat row with the documents' edges, as
-`DataCollatorWithFlattening` makes it; rows with masks; or documents one below the other, padded.
-"""
+"""ModernBERT on packed documents. All attentions get the same documents, each in a form of its own: one flat row with
+the documents' edges, as `DataCollatorWithFlattening` makes it; rows with masks; or documents one below the other,
+padded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from benchmarks.models.attentions import FLOOR
-from benchmarks.models.bert import LEAST_ERROR_ALLOWED, LOSS_SCALE, PROJECTIONS, built, with_mask
-from benchmarks.models.modernbert_results import OURS, OURS_PADDED, Case, Row
-from benchmarks.models.step_times import Measured, measure_steps
+from benchmarks.models.attentions import FLOOR, MODERNBERT_ATTENTIONS, OURS, OURS_PADDED
+from benchmarks.models.results import LABELLED, MODERNBERT, Case
+from benchmarks.models.steps import WITHOUT_ATTENTION, Piece, built
 from ds_sparse.bench.cases import IN_BERT
 from ds_sparse.bench.documents import cu_seqlens_of, places_of
 from ds_sparse.bench.flex import of_scores
@@ -28,7 +23,6 @@ from ds_sparse.layout import to_token_mask
 from ds_sparse.models.sparsify import sparsify
 from ds_sparse.modules.structured_attention import whole_blocks
 from ds_sparse.tools.extras import optional_imports
-from ds_sparse.verify.accuracy import require_as_accurate
 
 with optional_imports():
     import transformers
@@ -51,74 +45,25 @@ MODEL: dict[str, dict[str, int]] = {
 STRUCTURE = "bigbird-64"
 """Structure of global layers, of `IN_BERT`; local ones keep the model's own window."""
 
-LABELLED = 0.3
-"""Part of the tokens that have a label, as ModernBERT was trained."""
-
-VERIFIED_TOKENS, VERIFIED_LAYERS = 1024, 4
-"""A row's tokens and a model's layers in which attention is verified: the first and last layer are global."""
+FLOORS, VERIFIED_LAYERS, COPIES = (FLOOR,), 4, False
+"""Of the verified layers the first and last are global."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as the model's config names them."""
 
 FLAT, ROWS, PADDED = "flat", "rows", "padded"
 
-FORMS = {
-    FLOOR: ROWS,
-    OURS: FLAT,
-    OURS_PADDED: PADDED,
-    "sdpa": ROWS,
-    "sdpa-padded": PADDED,
-    "flex_attention": ROWS,
-    "flash_attention_4": FLAT,
-    "flash_attention_2": FLAT,
-}
+FORMS = dict(zip(MODERNBERT_ATTENTIONS, (ROWS, FLAT, PADDED, ROWS, PADDED, ROWS, FLAT, FLAT), strict=True))
 """The form in which each attention gets the documents."""
 
 
-class Piece(NamedTuple):
-    """Inputs of one forward: the model's arguments, labels (B, T), and the flat places of those with a label."""
-
-    inputs: dict[str, Any]
-    labels: Tensor
-    labelled: Tensor
+def is_verified(name: str) -> bool:
+    return name != FLOOR
 
 
-def run_case(
-    case: Case, names: Sequence[str], wrong: Mapping[str, str], device: torch.device, repeats: int, seconds: float
-) -> list[Row]:
-    """Times the steps in turns, as `measure_steps` does. The floor too, as the others are compared with that. Those
-    that are `wrong`, with the reason, are not timed."""
-    make = {name: partial(make_step, name, case, device) for name in (FLOOR, *names)}
-    measured = measure_steps(make, wrong, device, repeats, seconds, f"{case.seq_len} tokens")
-    floor = measured[FLOOR].milliseconds
-    return [row_of(name, case, found, floor) for name, found in measured.items()]
-
-
-def row_of(name: str, case: Case, found: Measured, floor: float | None) -> Row:
-    if found.reason:
-        return Row(name, reason=found.reason)
-    return Row(
-        name,
-        found.milliseconds,
-        None if floor is None else floor / found.milliseconds,
-        case.tokens / found.milliseconds * 1e3,
-        found.peak_gib,
-        rounds=found.rounds,
-    )
-
-
-def make_step(name: str, case: Case, device: torch.device) -> Callable[[], None]:
-    model = make_model(case, device)
-    switch(model, name)
-    pieces = pieces_of(name, case, case.lengths, model.config, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-    return partial(train_step, model, pieces, optimizer, case.predicts_all)
-
-
-def make_model(case: Case, device: torch.device, **sizes: int) -> ModernBertForMaskedLM:
-    """In training mode, the same numbers at every call."""
+def make_model(case: Case, device: torch.device, name: str = "", **sizes: int) -> ModernBertForMaskedLM:
     config = ModernBertConfig(**(MODEL[case.device] | sizes), max_position_embeddings=case.seq_len)
-    return built(ModernBertForMaskedLM, config, case, device)
+    return built(ModernBertForMaskedLM, config, case.dtype, device)
 
 
 def switch(model: ModernBertForMaskedLM, name: str) -> None:
@@ -132,7 +77,7 @@ def switch(model: ModernBertForMaskedLM, name: str) -> None:
         return
     if name.startswith("flash_attention"):
         require_flash_attention(int(name[-1]))
-    model.set_attn_implementation(PROJECTIONS if name == FLOOR else name.removesuffix("-padded"))
+    model.set_attn_implementation(WITHOUT_ATTENTION.get(name, name.removesuffix("-padded")))
 
 
 def require_flash_attention(version: int) -> None:
@@ -145,14 +90,13 @@ def require_flash_attention(version: int) -> None:
         raise Unsupported(f"Transformers finds no {package} here, or no GPU for it")
 
 
-def pieces_of(
-    name: str, case: Case, lengths: Sequence[Sequence[int]], config: ModernBertConfig, device: torch.device
-) -> list[Piece]:
+def pieces_of(name: str, case: Case, config: ModernBertConfig, device: torch.device) -> list[Piece]:
     """The same random tokens and labels for all, in the form of each."""
+    lengths = case.documents
     generator = torch.Generator().manual_seed(0)
     shape = len(lengths), case.seq_len
     tokens = torch.randint(1, config.vocab_size, shape, generator=generator)
-    labels = tokens.masked_fill(torch.rand(shape, generator=generator) >= LABELLED, -100)
+    labels = tokens.masked_fill(torch.rand(shape, generator=generator) >= LABELLED[MODERNBERT], -100)
     tokens, labels = tokens.to(device), labels.to(device)
     place = torch.stack([places_of(row, device)[1] for row in lengths]).long()
     form, flat = FORMS[name], list(chain.from_iterable(lengths))
@@ -161,11 +105,11 @@ def pieces_of(
         inputs: dict[str, Any] = {"input_ids": tokens.view(1, -1), "position_ids": place.view(1, -1)}
         inputs |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
         inputs |= {"max_length_q": max(flat), "max_length_k": max(flat)}
-        return [piece(inputs, labels.view(1, -1))]
+        return [Piece.of(inputs, labels.view(1, -1))]
     if form == PADDED:
         split_tokens, split_labels = tokens.flatten().split(flat), labels.flatten().split(flat)
         pieces, first = [], 0
-        for batch in case.padded_batches:
+        for batch in padded_batches(flat, tokens.numel()):
             mine = slice(first, first := first + len(batch))
             pieces.append(padded(split_tokens[mine], split_labels[mine], config.pad_token_id))
         return pieces
@@ -177,11 +121,20 @@ def pieces_of(
             kind: of_scores(sees(kind, lengths, config, device), len(lengths), case.seq_len, device)
             for kind in (FULL, SLIDING)
         }
-    return [piece(inputs, labels)]
+    return [Piece.of(inputs, labels)]
 
 
-def piece(inputs: dict[str, Any], labels: Tensor) -> Piece:
-    return Piece(inputs, labels, (labels.flatten() >= 0).nonzero()[:, 0])
+def padded_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Documents in batches, in their order, each with as many as are no more than `most` tokens when they are padded to
+    the longest."""
+    batches: list[list[int]] = [[]]
+    for length in lengths:
+        together = [*batches[-1], length]
+        if len(together) > 1 and len(together) * max(together) > most:
+            batches.append([length])
+        else:
+            batches[-1] = together
+    return batches
 
 
 def padded(tokens: Sequence[Tensor], labels: Sequence[Tensor], pad_token: int) -> Piece:
@@ -189,7 +142,7 @@ def padded(tokens: Sequence[Tensor], labels: Sequence[Tensor], pad_token: int) -
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     exists = pad([torch.ones_like(x) for x in tokens])
     inputs = {"input_ids": pad(list(tokens), padding_value=pad_token), "attention_mask": exists}
-    return piece(inputs, pad(list(labels), padding_value=-100))
+    return Piece.of(inputs, pad(list(labels), padding_value=-100))
 
 
 def sees(
@@ -197,15 +150,12 @@ def sees(
 ) -> Callable[[Any, Any, Tensor, Tensor], Tensor]:
     """From (row, head, query, key) to whether the query sees the key: in its document; in local layers near it too."""
     document = torch.stack([places_of(row, device)[0] for row in lengths])
-    reach = config.sliding_window
+    reach = config.sliding_window if kind == SLIDING else sum(lengths[0])
 
-    def in_document(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
-        return document[b, q] == document[b, k]
-
-    def near(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
+    def live(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
         return (document[b, q] == document[b, k]) & ((q - k).abs() <= reach)
 
-    return near if kind == SLIDING else in_document
+    return live
 
 
 def masks(kind: str, lengths: Sequence[Sequence[int]], config: ModernBertConfig, device: torch.device) -> Tensor:
@@ -215,78 +165,20 @@ def masks(kind: str, lengths: Sequence[Sequence[int]], config: ModernBertConfig,
     return torch.stack([live(row, None, token[:, None], token) for row in range(len(lengths))])[:, None]
 
 
-def train_step(
-    model: ModernBertForMaskedLM, pieces: Sequence[Piece], optimizer: torch.optim.Optimizer, predicts_all: bool
-) -> None:
-    """A step on all pieces together, as on a batch that was not seen before: ours makes its indices anew."""
-    for part in pieces:
-        edges = {name: x.clone() for name, x in part.inputs.items() if name.startswith("cu_seq_lens")}
-        share_of_loss(model, part._replace(inputs=part.inputs | edges), pieces, predicts_all).backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+def queries_of(model: ModernBertForMaskedLM) -> Tensor:
+    """The weight that makes queries, and keys and values too."""
+    return model.model.layers[0].attn.Wqkv.weight
 
 
-def share_of_loss(model: ModernBertForMaskedLM, part: Piece, pieces: Sequence[Piece], predicts_all: bool) -> Tensor:
-    """A piece's share of the mean loss over all labels."""
-    return loss_of(model, part, predicts_all) * (len(part.labelled) / sum(len(x.labelled) for x in pieces))
-
-
-def loss_of(model: ModernBertForMaskedLM, part: Piece, predicts_all: bool) -> Tensor:
-    if predicts_all:
-        return model(**part.inputs, labels=part.labels).loss
-    hidden = model.model(**part.inputs).last_hidden_state.flatten(0, 1)
-    logits = model.decoder(model.head(hidden[part.labelled]))
-    return cross_entropy(logits.float(), part.labels.flatten()[part.labelled])
-
-
-def verify(name: str, dtype: str, device: torch.device) -> None:
-    """Holds what reaches the first layer's queries, the gradient of their weight, to a dense model with what each token
-    sees as its mask; that gradient goes through attention alone, of global and of local layers. The floor is none.
-
-    Raises:
-        ArithmeticError: an error larger than `require_as_accurate` allows.
-    """
-    if name == FLOOR:
-        return
-    case = Case(VERIFIED_TOKENS, dtype, device.type)
-    plain, exact = references(case, name in (OURS, OURS_PADDED), device)
-    model = make_model(case, device, num_hidden_layers=VERIFIED_LAYERS)
-    switch(model, name)
-    found = query_gradient(model, pieces_of(name, case, case.lengths, model.config, device))
-    what = f"{name}: the gradient of the first layer's query weight"
-    require_as_accurate(what, found, plain, exact, least=LEAST_ERROR_ALLOWED)
-
-
-@lru_cache(maxsize=2)
-def references(case: Case, sparse: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Query gradients of the dense model at the dtype and in float64."""
-    model = make_model(case, device, num_hidden_layers=VERIFIED_LAYERS)
-    seen = reference_masks(sparse, case.lengths, model.config, device)
-    with_mask(model, lambda module: seen[FULL if module.sliding_window is None else SLIDING])
-    pieces = pieces_of(FLOOR, case, case.lengths, model.config, device)
-    plain = query_gradient(model, pieces)
-    return plain, query_gradient(model.double(), pieces)
-
-
-def query_gradient(model: ModernBertForMaskedLM, pieces: Sequence[Piece]) -> Tensor:
-    """(hidden size, hidden size): the first third of the weight that makes queries, keys and values."""
-    weight = model.model.layers[0].attn.Wqkv.weight
-    grads = [
-        torch.autograd.grad(LOSS_SCALE * share_of_loss(model, part, pieces, predicts_all=True), [weight])[0]
-        for part in pieces
-    ]
-    return torch.stack(grads).double().sum(0).to(weight.dtype)[: weight.shape[1]]
-
-
-def reference_masks(
-    sparse: bool, lengths: Sequence[Sequence[int]], config: ModernBertConfig, device: torch.device
-) -> dict[str, Tensor]:
-    """Masks by the kind of the layer: bool (rows, 1 or H, T, T)."""
+def masks_of(name: str, case: Case, config: ModernBertConfig, device: torch.device) -> Callable[[Any], Tensor]:
+    """From a layer's attention to its mask, bool (rows, 1 or H, T, T): of documents, and in global layers of ours of
+    the structure in each."""
+    lengths = case.documents
     found = {kind: masks(kind, lengths, config, device) for kind in (FULL, SLIDING)}
-    if sparse:
+    if name in (OURS, OURS_PADDED):
         structure = IN_BERT[STRUCTURE](config.num_attention_heads)
-        layout = structure.make_bool_layout(whole_blocks(config.max_position_embeddings, structure.block))
+        layout = structure.make_bool_layout(whole_blocks(case.seq_len, structure.block))
         live = to_token_mask(layout, structure.block).to(device)
         places = [places_of(row, device)[1] for row in lengths]
         found[FULL] = found[FULL] & torch.stack([live[:, place[:, None], place] for place in places])
-    return found
+    return lambda module: found[FULL if module.sliding_window is None else SLIDING]

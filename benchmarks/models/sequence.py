@@ -3,146 +3,98 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
 
-from benchmarks.models.longest_sequence import Bracket, of_any_length, require_gpu, tries
-from benchmarks.models.processes import Failure, results_of
-from benchmarks.models.reasons import NOT_TRIED, TOO_LONG, ran_out_of_memory
-from benchmarks.models.sequence_rank import Task, run, start
-from benchmarks.models.sequence_results import ALONE, DATA, SEQUENCE, Case, Row
+from benchmarks.models.processes import Failure, result_of
+from benchmarks.models.results import ALONE, DATA, SEQUENCE, TOO_LONG, Case, Result, Row, ran_out_of_memory
+from benchmarks.models.search import Bracket, tries
+from benchmarks.models.sequence_rank import Task, run
+from benchmarks.running import NOT_TRIED
 
 UNVERIFIED = "not verified: the one rank has no row of this length, and no shorter one was found right"
 NOT_HELD = f"{NOT_TRIED}one rank does not hold such sequences"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Measures cases on one rank, and then on more.
-
-    Attributes:
-        cases: by rising length.
-        ranks: numbers of ranks. One is measured first, as all others are compared with it.
-        parallel: what several ranks do, of DATA and SEQUENCE.
-        repeats, seconds: rounds, and after how long none begins.
-        longest: seconds to look for the longest sequence that fits, for each number of ranks.
-    """
-
-    cases: Sequence[Case]
-    ranks: Sequence[int]
-    parallel: Sequence[str]
-    repeats: int
-    seconds: float
-    longest: float = 0
-
-    def results(self, device: torch.device) -> Iterator[tuple[Case, Row]]:
-        """Rows as they come: all lengths on one rank, then all on more."""
-        alone: dict[Case, Row] = {}
-        for task, row in rows_of([self._task(case, 1, ALONE) for case in self.cases], device):
-            alone[task.case] = row
-            yield task.case, row
-        yield from self._tries(alone, 1, ALONE, device)
-        for ranks in sorted(set(self.ranks) - {1}):
-            yield from self._beside(alone, ranks, device)
-
-    def _beside(self, alone: Mapping[Case, Row], ranks: int, device: torch.device) -> Iterator[tuple[Case, Row]]:
-        tasks = []
-        for case, way in product(self.cases, self.parallel):
-            if way == DATA and alone[case].reason:
-                yield case, Row(ranks, way, reason=NOT_HELD)
-            else:
-                tasks.append(self._task(case, ranks, way, alone[case]))
-        shared: dict[Case, Row] = {}
-        for task, row in rows_of(tasks, device):
-            if task.parallel == SEQUENCE:
-                shared[task.case] = row
-                if not any(one.loss_alone is not None for one in shared.values()) and not row.reason:
-                    row = Row(ranks, SEQUENCE, reason=UNVERIFIED)
-            yield task.case, with_efficiency(row, alone[task.case])
-        yield from self._tries(shared, ranks, SEQUENCE, device)
-
-    def _tries(
-        self, measured: Mapping[Case, Row], ranks: int, parallel: str, device: torch.device
-    ) -> Iterator[tuple[Case, Row]]:
-        """Looks for the longest sequence, with each of the settings that cases have beside their length."""
-        for settings in dict.fromkeys(of_any_length(case) for case in measured if self.longest):
-            bracket = Bracket.of(device)
-            for case, row in measured.items():
-                if of_any_length(case) == settings:
-                    bracket.add(case.seq_len, row.peak_gib)
-            task = replace(self._task(settings, ranks, parallel), only_tries=True)
-            yield from tries(bracket, partial(attempt, task, device), self.longest)
-
-    def _task(self, case: Case, ranks: int, parallel: str, alone: Row | None = None) -> Task:
-        return Task(case, ranks, parallel, self.repeats, self.seconds, torch.get_num_threads(), alone)
-
-
-def attempt(task: Task, device: torch.device, seq_len: int, left: float) -> tuple[Case, Row]:
-    """A step of that length; ranks are given as long as any task's."""
-    ((tried, row),) = rows_of([replace(task, case=replace(task.case, seq_len=seq_len))], device)
-    return tried.case, row
-
-
-def require_gpus(ranks: int, longest: float, device: torch.device) -> None:
-    """Raises ValueError where there are fewer GPUs than ranks, or none whose memory could be filled."""
-    if longest:
-        require_gpu(device)
-    if device.type == "cuda" and ranks > torch.cuda.device_count():
-        raise ValueError(f"--ranks {ranks}: torch finds {torch.cuda.device_count()} GPUs; each rank wants its own.")
-
-
-def is_failure(row: Row) -> bool:
-    """True if something was wrong or failed; a sequence that does not fit was measured, too."""
-    return bool(row.reason) and not (row.reason.startswith(NOT_TRIED) or ran_out_of_memory(row.reason) or row.is_try)
-
-
-def with_efficiency(row: Row, alone: Row) -> Row:
-    """The row with its tokens a second over as many times the one rank's as there are ranks."""
-    if row.tokens_per_second is None or alone.tokens_per_second is None:
-        return row
-    return replace(row, efficiency=row.tokens_per_second / (row.ranks * alone.tokens_per_second))
-
 
 LONGEST_WAIT = 300
 """Seconds for the result of a task, besides those of its rounds; ranks that hang are ended then."""
 
 
-def rows_of(tasks: Sequence[Task], device: torch.device) -> Iterator[tuple[Task, Row]]:
-    """Measures tasks for the same number of ranks, by rising length, in processes that all share. After one that fails,
-    which may leave anything behind, the rest have new processes; after one that does not fit, no longer one of its kind
-    is tried."""
-    rest, too_long = list(tasks), set[tuple[str, Case]]()
-    while rest:
-        for task, row in until_one_fails(rest, device):
-            rest = rest[1:]
-            yield task, row
-            if ran_out_of_memory(row.reason):
-                too_long.add((task.parallel, of_any_length(task.case)))
-        skipped = [task for task in rest if (task.parallel, of_any_length(task.case)) in too_long]
-        for task in skipped:
-            yield task, Row(task.ranks, task.parallel, reason=TOO_LONG)
-        rest = [task for task in rest if task not in skipped]
+def results(
+    cases: Sequence[Case], ranks: Sequence[int], parallel: Sequence[str], repeats: int, seconds: float,
+    longest: float, device: torch.device,
+) -> Iterator[Result]:  # fmt: skip
+    """Cases by rising length, each on one rank and then on more; then the longest sequence that fits, looked for so
+    many seconds for each number of ranks. What is out of memory is not tried at longer ones.
+
+    Args:
+        parallel: what several ranks do, of DATA and SEQUENCE.
+        repeats, seconds: rounds, and after how long none begins.
+    """
+    ways = [(1, ALONE), *((count, way) for count in sorted({*ranks} - {1}) for way in parallel)]
+    measured: dict[tuple[int, str], dict[Case, Row]] = {way: {} for way in ways}
+    task = partial(Task, repeats=repeats, seconds=seconds, threads=torch.get_num_threads())
+    for case in cases:
+        for count, way in ways:
+            alone, before = measured[1, ALONE].get(case), measured[count, way]
+            row = Row(ranks=count, parallel=way)
+            if any(ran_out_of_memory(x.reason) for of, x in before.items() if of.of_any_length == case.of_any_length):
+                row = replace(row, reason=TOO_LONG)
+            elif way == DATA and alone.reason:
+                row = replace(row, reason=NOT_HELD)
+            else:
+                row = row_of(task(case, count, way, alone=alone), device)
+            before[case] = row
+        yield case, [told(case, measured, *way) for way in ways]
+    for count, way in ways if longest else ():
+        if way == DATA:
+            continue
+        for settings in dict.fromkeys(case.of_any_length for case in cases):
+            bracket = Bracket.of(device)
+            for case, row in measured[count, way].items():
+                if case.of_any_length == settings:
+                    bracket.add(case.seq_len, row.peak_gib)
+            one = replace(settings, is_try=True)
+            for case, row in tries(bracket, partial(attempt, task(one, count, way), device), longest):
+                yield case, [row]
 
 
-def until_one_fails(tasks: Sequence[Task], device: torch.device) -> Iterator[tuple[Task, Row]]:
-    """Rows of the first tasks, until one has a reason instead of a time."""
+def told(case: Case, measured: dict[tuple[int, str], dict[Case, Row]], ranks: int, parallel: str) -> Row:
+    """The row of some ranks, with its tokens a second over as many times the one rank's as there are ranks; not where
+    nothing says that its loss is right."""
+    row, alone = measured[ranks, parallel][case], measured[1, ALONE][case]
+    is_right = any(one.loss_alone is not None for one in measured[ranks, parallel].values())
+    if parallel == SEQUENCE and not row.reason and not is_right:
+        return Row(ranks=ranks, parallel=parallel, reason=UNVERIFIED)
+    if parallel == ALONE or row.tokens_per_second is None or alone.tokens_per_second is None:
+        return row
+    return replace(row, efficiency=row.tokens_per_second / (ranks * alone.tokens_per_second))
+
+
+def attempt(task: Task, device: torch.device, seq_len: int, left: float) -> tuple[Case, Row]:
+    """A step of that length; ranks are given as long as for any task."""
+    task = replace(task, case=replace(task.case, seq_len=seq_len))
+    return task.case, row_of(task, device)
+
+
+def row_of(task: Task, device: torch.device) -> Row:
+    """What ranks measure, in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = str(Path(folder) / "rendezvous")
-        arguments = [(rank, rendezvous, tasks, device) for rank in range(tasks[0].ranks)]
-        found = results_of(rows_of_rank, arguments, [LONGEST_WAIT + task.seconds for task in tasks])
-        for row, task in zip(found, tasks):
-            if isinstance(row, Failure):
-                row = Row(task.ranks, task.parallel, reason=row.reason, is_try=task.only_tries)
-            yield task, row
+        arguments = [(rank, rendezvous, task, device) for rank in range(task.ranks)]
+        row = result_of(run, arguments, LONGEST_WAIT + task.seconds)
+    return Row(ranks=task.ranks, parallel=task.parallel, reason=row.reason) if isinstance(row, Failure) else row
 
 
-def rows_of_rank(rank: int, rendezvous: str, tasks: Sequence[Task], device: torch.device) -> Iterator[Row]:
-    """Rows that a rank measures."""
-    device = start(rank, tasks[0].ranks, rendezvous, device)
-    for task in tasks:
-        yield run(task, device)
+def require_gpus(ranks: int, device: torch.device) -> None:
+    """Raises ValueError where there are fewer GPUs than ranks."""
+    if device.type == "cuda" and ranks > torch.cuda.device_count():
+        raise ValueError(f"--ranks {ranks}: torch finds {torch.cuda.device_count()} GPUs; each rank wants its own.")
+
+
+def is_failure(case: Case, row: Row) -> bool:
+    """True if something was wrong or failed; a sequence that does not fit was measured, too."""
+    return bool(row.reason) and not (row.reason.startswith(NOT_TRIED) or ran_out_of_memory(row.reason) or case.is_try)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import statistics
@@ -20,10 +19,10 @@ from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.models import bert_results
-from benchmarks.models.bert import Batch, batch, bert_config, built
-from benchmarks.models.sequence_results import DATA, KEPT, OFFLOADED, SEQUENCE, Case, Row
+from benchmarks.models.bert import MODELS, batch, bert_config
+from benchmarks.models.results import BASE, DATA, KEPT, OFFLOADED, SEQUENCE, Case, Row
 from benchmarks.models.step_profile import optimizer_range, profile_of
+from benchmarks.models.steps import Piece, built
 from ds_sparse.bench.cases import IN_BERT
 from ds_sparse.bench.machine import GIB
 from ds_sparse.config.block import sparse_attention_block
@@ -64,7 +63,7 @@ class LabelledBertForMaskedLM(BertForMaskedLM):
 
 def require_heads(ranks: int, device: str) -> None:
     """Raises ValueError where ranks that share a sequence are more than the model's heads."""
-    heads = BertConfig(**bert_results.MODEL[device]).num_attention_heads
+    heads = BertConfig(**MODELS[BASE][device]).num_attention_heads
     if ranks > heads:
         raise ValueError(
             f"--ranks {ranks}: the model has {heads} heads, and each rank that shares a sequence wants one; give "
@@ -74,8 +73,7 @@ def require_heads(ranks: int, device: str) -> None:
 
 def make_model(case: Case, device: torch.device) -> LabelledBertForMaskedLM:
     """In training mode, without dropout, the same numbers at every call."""
-    config = bert_config(bert_results.Case(case.seq_len, 0.0, case.dtype, case.device))
-    model = built(LabelledBertForMaskedLM, config, case, device)
+    model = built(LabelledBertForMaskedLM, bert_config(case), case.dtype, device)
     if case.activations != KEPT:
         # The reentrant way hands a layer's input to autograd, where `saved` meets it; the other keeps it to itself.
         model.gradient_checkpointing_enable({"use_reentrant": case.activations == OFFLOADED})
@@ -103,7 +101,7 @@ def saved(case: Case) -> AbstractContextManager[Any]:
 def make_engine(model: BertForMaskedLM, case: Case, ranks: int, parallel: str) -> Any:
     """DeepSpeed's engine around a model, its sequences shared or not."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": case.sequences,
+        "train_micro_batch_size_per_gpu": case.batch,
         "gradient_accumulation_steps": case.micro_batches,
         "bf16": {"enabled": case.dtype == "bf16"},
         "zero_optimization": {"stage": case.zero_stage},
@@ -137,7 +135,6 @@ class Task:
     Attributes:
         threads: of a rank on a CPU.
         alone: the row of the one rank, which the loss and the gradient are held to; None where there is none.
-        only_tries: whether it is enough that a step runs.
     """
 
     case: Case
@@ -147,7 +144,6 @@ class Task:
     seconds: float
     threads: int
     alone: Row | None = None
-    only_tries: bool = False
 
 
 def start(rank: int, ranks: int, rendezvous: str, device: torch.device) -> torch.device:
@@ -163,66 +159,52 @@ def start(rank: int, ranks: int, rendezvous: str, device: torch.device) -> torch
     return device
 
 
-def run(task: Task, device: torch.device) -> Row:
-    """Verifies a task, and measures it.
+def run(rank: int, rendezvous: str, task: Task, device: torch.device) -> Row:
+    """Verifies a task, and measures it; a try is one step.
 
     Raises:
         ArithmeticError: loss or gradient are not those of one rank, or no numbers.
     """
     torch.set_num_threads(task.threads)
-    engine = None
-    try:
-        engine = make_engine(make_model(task.case, device), task.case, task.ranks, task.parallel)
-        return measured(task, engine, device)
-    finally:
-        if engine is not None:
-            engine.destroy()
-        del engine
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def measured(task: Task, engine: Any, device: torch.device) -> Row:
-    rank = distributed.get_rank()
+    device = start(rank, task.ranks, rendezvous, device)
+    engine = make_engine(make_model(task.case, device), task.case, task.ranks, task.parallel)
     seed = rank if task.parallel == DATA else 0
-    data = batch(task.case.sequences, task.case.seq_len, engine.module.config.vocab_size, device, seed)
+    data = batch(task.case.batch, task.case.seq_len, engine.module.config.vocab_size, device, seed)
     step = partial(train_step, engine, data, task.case)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     loss, norm = float(step()), engine.get_global_grad_norm()
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}")
-    row = Row(task.ranks, task.parallel, loss=loss, gradient_norm=None if norm is None else float(norm))
+    row = Row(ranks=task.ranks, parallel=task.parallel, loss=loss, gradient_norm=None if norm is None else float(norm))
     if task.alone is not None:
         row = compared(row, task.alone, task.case.dtype)
-    times = [elapsed(step, 1, device)] if task.only_tries else step_times(step, task.repeats, task.seconds, device)
+    times = [elapsed(step, 1, device)] if task.case.is_try else step_times(step, task.repeats, task.seconds, device)
     own = torch.tensor([statistics.median(times), peak_gib(device)], device=device)
     distributed.all_reduce(own, distributed.ReduceOp.MAX)
     milliseconds, peak = own.tolist()
-    sequences = task.case.sequences * (task.ranks if task.parallel == DATA else 1)
+    sequences = task.case.batch * (task.ranks if task.parallel == DATA else 1)
     row = replace(
         row,
         milliseconds=milliseconds,
         tokens_per_second=sequences * task.case.micro_batches * task.case.seq_len / milliseconds * 1e3,
         peak_gib=peak if device.type == "cuda" else None,
         rounds=len(times),
-        is_try=task.only_tries,
     )
-    if task.only_tries:
+    if task.case.is_try:
         return row
     memory = memory_of(engine, data, task.case, device) if device.type == "cuda" else {}
     return replace(row, profile=profile_of(step, milliseconds, device), memory=memory)
 
 
-def train_step(engine: Any, data: Batch, case: Case) -> torch.Tensor:
+def train_step(engine: Any, data: Piece, case: Case) -> torch.Tensor:
     """The loss of a step, of its last micro batch."""
     return [micro_batch(engine, data, case) for _ in range(case.micro_batches)][-1]
 
 
-def micro_batch(engine: Any, data: Batch, case: Case) -> torch.Tensor:
+def micro_batch(engine: Any, data: Piece, case: Case) -> torch.Tensor:
     with saved(case):
-        loss = engine(input_ids=data.tokens, labels=data.labels).loss
+        loss = engine(**data.inputs, labels=data.labels).loss
     engine.backward(loss)
     with optimizer_range():
         engine.step()
@@ -284,7 +266,7 @@ def peak_gib(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0
 
 
-def memory_of(engine: Any, data: Batch, case: Case, device: torch.device) -> dict[str, float]:
+def memory_of(engine: Any, data: Piece, case: Case, device: torch.device) -> dict[str, float]:
     """GiB of a step by what they are for: what stays between steps; what forward keeps for backward; and what else is
     there at the highest in a layer's attention, in the loss, in backward and in the optimizer's step."""
     for _ in range(case.micro_batches - 1):
@@ -303,7 +285,7 @@ def memory_of(engine: Any, data: Batch, case: Case, device: torch.device) -> dic
         hooks.append(layer.attention.register_forward_pre_hook(lambda *_: meter.open("attention")))
         hooks.append(layer.attention.register_forward_hook(lambda *_: meter.close("attention")))
     with saved(case):
-        loss = engine(input_ids=data.tokens, labels=data.labels).loss
+        loss = engine(**data.inputs, labels=data.labels).loss
     meter.close("loss")
     meter.open("backward")
     engine.backward(loss)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.models.sequence_results import EXCHANGE, REDUCTION
+from benchmarks.models.results import EXCHANGE, REDUCTION
 
 ATTENTION, OPTIMIZER = "attention", "optimizer"
 OTHER, IDLE = "other kernels", "no kernel"

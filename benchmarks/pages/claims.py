@@ -4,13 +4,12 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from benchmarks.models import bert_results, modernbert_results
-from benchmarks.models.attentions import DENSE_IN_BERT, EAGER, LONGFORMER_MODEL, STRUCTURES_IN_BERT
-from benchmarks.models.longest_sequence import Longest
+from benchmarks.models.attentions import DENSE_IN_BERT, EAGER, LONGFORMER_MODEL, OURS, STRUCTURES_IN_BERT
+from benchmarks.models.results import Longest, longest_of, over
 from benchmarks.train import results as train_results
 from ds_sparse.bench import markdown
 
-from .tables import RESULTS, TRAINING, results_of, trained, tries_of
+from .tables import RESULTS, TRAINING, results_of, trained
 
 LENGTHS, ALL_LOGITS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
 LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
@@ -25,10 +24,10 @@ MODERNBERT = "modernbert-h200"
 def best(runs: Iterable[str], peer: str) -> str:
     """How many times as long a peer takes as a structure: the largest of some runs, where, and dense attention's."""
     found = [
-        (times, row.attention, case.seq_len, bert_results.over(rows, DENSE_IN_BERT, row))
+        (times, row.attention, case.seq_len, over(rows, DENSE_IN_BERT, row))
         for case, rows in results_of(runs)
         for row in rows
-        if row.attention in STRUCTURES_IN_BERT and (times := bert_results.over(rows, peer, row)) is not None
+        if row.attention in STRUCTURES_IN_BERT and (times := over(rows, peer, row)) is not None
     ]
     times, structure, seq_len, dense = max(found)
     beside = "" if peer == DENSE_IN_BERT or dense is None else f" (SDPA takes {markdown.ratio(dense)} times as long)"
@@ -38,8 +37,8 @@ def best(runs: Iterable[str], peer: str) -> str:
 def longest_gain(runs: Iterable[str], peer: str) -> str:
     """How many times as long as a peer's the longest sequence of ours is, and what is known of dense attention's."""
     by_way: dict[bool, dict[str, Longest]] = {}
-    for name, one in bert_results.longest_of(tries_of(runs)):
-        by_way.setdefault(one.case.checkpointed, {})[name] = one
+    for one in longest_of(results_of(runs)):
+        by_way.setdefault(one.case.checkpointed, {})[one.row.attention] = one
     said = []
     for checkpointed, found in by_way.items():
         ours = max((one for name, one in found.items() if name in STRUCTURES_IN_BERT), key=lambda one: one.case.seq_len)
@@ -53,7 +52,7 @@ def longest_gain(runs: Iterable[str], peer: str) -> str:
 
 def memory_gain() -> str:
     """Memory of a step over that of dense attention, at the longest sequence that both were tried at and fitted."""
-    fitted = [(case.seq_len, row) for case, row in tries_of(LONGEST[:1]) if not row.reason]
+    fitted = [(case.seq_len, row) for case, rows in results_of(LONGEST[:1]) for row in rows if not row.reason]
     dense_at = {length: row.peak_gib for length, row in fitted if row.attention == DENSE_IN_BERT}
     ours_at = {length: row.peak_gib for length, row in fitted if row.attention in STRUCTURES_IN_BERT}
     seq_len = max(dense_at.keys() & ours_at.keys())
@@ -72,7 +71,7 @@ def training_gain() -> str:
 def packed_gain() -> str:
     ((case, rows),) = results_of([MODERNBERT])
     ms = {row.attention: row.milliseconds for row in rows}
-    times = markdown.ratio(ms[DENSE_IN_BERT] / ms[modernbert_results.OURS])
+    times = markdown.ratio(ms[DENSE_IN_BERT] / ms[OURS])
     return f"{times} times, rows of {case.seq_len:,} tokens"
 
 

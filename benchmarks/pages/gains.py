@@ -11,8 +11,9 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks.models import bert_results, modernbert_results
+from benchmarks.models import attentions
 from benchmarks.models.attentions import FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
+from benchmarks.models.results import longest_of
 from benchmarks.train import results as train_results
 
 from .claims import (
@@ -27,7 +28,7 @@ from .claims import (
     QUALITY,
     STRUCTURES,
 )
-from .tables import results_of, sources, trained, tries_of
+from .tables import results_of, sources, trained
 
 TEXT, PLAIN = "#808080", "#9a9a9a"
 OURS = ("#3aa76d", "#2f8fd0", "#9a6fd8", "#17a2a2", "#7bbf3a")
@@ -39,7 +40,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     """Greens and blue are ours, greys no attention."""
     ours, theirs = iter(OURS), iter(THEIRS)
     plain = {NO_ATTENTION: PLAIN, FLOOR: PLAIN}
-    is_ours = {*STRUCTURES_IN_BERT, modernbert_results.OURS, modernbert_results.OURS_PADDED}
+    is_ours = {*STRUCTURES_IN_BERT, attentions.OURS, attentions.OURS_PADDED}
     return {name: plain.get(name) or next(ours if name in is_ours else theirs) for name in names}
 
 
@@ -116,8 +117,8 @@ def draw_bars(
 
 def draw_longest(runs: Sequence[str]) -> Figure:
     found = {
-        name + (", checkpointed" if one.case.checkpointed else ""): one
-        for name, one in bert_results.longest_of(tries_of(runs))
+        one.row.attention + (", checkpointed" if one.case.checkpointed else ""): one
+        for one in longest_of(results_of(runs))
     }
     least = {name for name, one in found.items() if not one.is_known}
     bars = {name: one.case.seq_len for name, one in found.items()}
@@ -208,7 +209,7 @@ def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
 
 
 def train_tables(runs: Sequence[str]) -> str:
-    return "\n\n".join(table.in_markdown() for table in train_results.of_train(trained(runs)).values() if table.rows)
+    return "\n\n".join(table.in_markdown() for table in train_results.tables_of(trained(runs)).values() if table.rows)
 
 
 @dataclass(frozen=True)

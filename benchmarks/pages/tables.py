@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import bert_results
 from benchmarks.program import register
 from benchmarks.train import results as train_results
 from ds_sparse.bench import markdown
@@ -67,11 +66,6 @@ def results_of(runs: Iterable[str]) -> list[Any]:
     return [result for name in runs for result in load(str(RESULTS / f"{name}.json"))[2]]
 
 
-def tries_of(runs: Iterable[str]) -> list[tuple[bert_results.Case, bert_results.Row]]:
-    """Tries of searches for the longest sequence."""
-    return [(case, row) for case, rows in results_of(runs) for row in rows]
-
-
 def trained(runs: Sequence[str]) -> list[train_results.Result]:
     """Jobs of runs of `python -m benchmarks train`.
 
@@ -80,10 +74,10 @@ def trained(runs: Sequence[str]) -> list[train_results.Result]:
     """
     found = []
     for name in runs:
-        for case, row in results_of([name]):
+        for case, (row,) in results_of([name]):
             if row.warning:
                 raise ValueError(f"{name}.json, {case.job}: {row.warning}.")
-            found.append((case, row))
+            found.append((case, [row]))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.models.sequence_results import Case, Row, ranks_of
+from benchmarks.models.results import Case, Row, who
 from ds_sparse.bench.runs import restored
 from ds_sparse.plan.fitting import LABELLED, LONGEST_LAYOUT, NO_ATTENTION, BertStep, Results, bert_model, walk_in_bert
 from ds_sparse.plan.memory import GIB, memory_of
@@ -103,7 +103,7 @@ def compared_on_several(results: Results, rates: Rates) -> Iterator[Compared]:
         walk = walk_in_bert(step.structure, model.heads, step.seq_len)
         milliseconds = step_of(rates, model, settings, step.seq_len, [walk] * model.layers).total
         gib = memory_of(model, settings, step.seq_len).total / GIB
-        ranks = ranks_of(restored(Case, vars(step)), restored(Row, vars(step)))
+        ranks = who(restored(Case, vars(step)), restored(Row, vars(step)))
         passes = f", {step.micro_batches} micro batches" if step.micro_batches > 1 else ""
         yield Compared(
             f"{ranks}, activations {step.activations}{passes}",

@@ -45,9 +45,9 @@ from .genomes import (
     write_genome,
 )
 from .masked import MASKED, Found, log_frequencies, unigram_cross_entropy
-from .models import ATTENTIONS, Attention, Classifier, attention_of, make_model, require_attention
-from .results import DENSE, MODELS, Settings, length_of
-from .trainer import Experiment, Phase, Task, in_halves
+from .models import Attention, Classifier, attention_of, make_model, require_attention
+from .results import DENSE, MODELS, Case
+from .trainer import Phase, Task
 
 with optional_imports():
     from transformers import NomicBertConfig, NomicBertForMaskedLM
@@ -57,8 +57,6 @@ LENGTHS, QUICK_LENGTHS = (1024, 16384, 65536), (64, 256, 512)
 
 LEAST_WINDOW = 2
 """Bases of the windows in which genes are looked for, which lie half of them apart."""
-
-ARMS = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bigbird-65536"
 
 ROPE_THETA = 10_000.0
 """The slowest of the rotary angles has then a period of about 63,000 bases."""
@@ -87,39 +85,38 @@ Batch = tuple[np.ndarray, np.ndarray]
 """Tokens that a model gets, and a label for each, `IGNORED` where none is asked for."""
 
 
-def default_arms(settings: Settings) -> list[str]:
-    few, some, many = QUICK_LENGTHS if settings.quick else LENGTHS
+def default_arms(case: Case) -> list[str]:
+    few, some, many = QUICK_LENGTHS if case.quick else LENGTHS
     return [f"{DENSE}-{few}", f"{DENSE}-{some}", f"bigbird-{some}", f"bigbird-{many}"]
 
 
-def require(settings: Settings, arms: list[str]) -> None:
-    """Raises ValueError where an arm is not known or does not divide pieces, or there are no genomes."""
-    for arm in arms:
-        require_attention(arm, settings, ARMS)
-        if length_of(arm) < LEAST_WINDOW:
-            raise ValueError(f"--arms {arm}: has windows of {length_of(arm)} base; give at least {LEAST_WINDOW}.")
-    if settings.genomes or not settings.quick:
-        files_of(settings)
+def require(case: Case) -> None:
+    """Raises ValueError where the arm is not known or does not divide pieces, or there are no genomes."""
+    require_attention(case)
+    if attention_of(case.arm).length < LEAST_WINDOW:
+        raise ValueError(f"--arms {case.arm}: has windows of 1 base; give at least {LEAST_WINDOW}.")
+    if case.genomes or not case.quick:
+        files_of(case)
 
 
-def files_of(settings: Settings) -> list[Files]:
-    return genomes_of_folder(Path(settings.genomes)) if settings.genomes else installed_genomes()
+def files_of(case: Case) -> list[Files]:
+    return genomes_of_folder(Path(case.genomes)) if case.genomes else installed_genomes()
 
 
-def prepare(settings: Settings, data: Path) -> None:
+def prepare(case: Case, data: Path) -> None:
     """Reads the genomes, of a quick run one that is made up, says what they are, and writes their sequences.
 
     Raises:
         ValueError: a file is none of its kind, or there is nothing to find genes in.
     """
-    if settings.quick and not settings.genomes:
+    if case.quick and not case.genomes:
         write_genome(data / "genome")
         files = genomes_of_folder(data / "genome")
     else:
-        files = files_of(settings)
+        files = files_of(case)
     sides: dict[str, list[Contig]] = {TRAINING: [], HELD_OUT: []}
     for one in files:
-        training, held_out = read_genome(one, settings.document_tokens)
+        training, held_out = read_genome(one, case.document_tokens)
         trained, held = (sum(len(contig.bases) for contig in side) for side in (training, held_out))
         genes = sum(len(contig.genes) for contig in held_out)
         print(f"{one.name}: {trained:,} bases train, {held:,} with {genes:,} known genes are held out", flush=True)
@@ -195,7 +192,7 @@ def stretches(sequences: Sequence[Contig], length: int, is_annotated: bool) -> B
 
 @dataclass(frozen=True)
 class Sequences:
-    """Cuts pieces of `Settings.document_tokens` bases to the sequences that an arm sees.
+    """Cuts pieces of `Case.document_tokens` bases to the sequences that an arm sees.
 
     Attributes:
         window: bases of a sequence; it divides the pieces.
@@ -385,42 +382,37 @@ def owned(starts: Sequence[int], window: int, bases: int) -> Iterator[tuple[int,
     return zip([0, *middles], [*middles, bases], strict=True)
 
 
-def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Phase]:
-    return in_halves(partial(make_task, settings, data, arm, seed, device))
+def phases(case: Case, data: Path, device: torch.device) -> list[Phase]:
+    return [partial(make_task, case, data, device)] * 2
 
 
-def make_task(settings: Settings, data: Path, arm: str, seed: int, device: torch.device, before: Any) -> Task:
+def make_task(case: Case, data: Path, device: torch.device, before: Any) -> Task:
     """Masked bases with a new model, then genes with the encoder of that one."""
-    attention, length = attention_of(arm), settings.document_tokens
-    sequences = Sequences(attention.length, settings.tokens_per_step, device)
+    attention, length = attention_of(case.arm), case.document_tokens
+    sequences = Sequences(attention.length, case.tokens_per_step, device)
     training, held_out = read(data, TRAINING), read(data, HELD_OUT)
     bases, labels = stretches(held_out, length, True)
     if before is None:
         every = np.concatenate([bases, stretches(held_out, length, False)[0]])
         of_bases = log_frequencies((one.bases[one.bases > N] for one in training), VOCABULARY)
-        model = make_masked(attention, settings, of_bases, seed, device)
+        model = make_masked(attention, case, of_bases, device)
         asked = masked(every, np.random.default_rng(0))  # the same for every arm and seed
-        return MaskedBases(model, sequences, Windows(training, length), asked, of_bases, [seed, 0])
+        return MaskedBases(model, sequences, Windows(training, length), asked, of_bases, [case.seed, 0])
     windows = Windows([one for one in training if one.is_annotated], length)
     of_classes = log_frequencies((one.labels[one.labels != BOTH] for one in windows.sequences), CLASSES)
     known = [one for one in held_out if one.is_annotated]
     model = Classifier(before.base_model, of_classes)
-    return Genes(model, sequences, windows, (bases, class_labels(labels)), of_classes, [seed, 1], known=known)
+    return Genes(model, sequences, windows, (bases, class_labels(labels)), of_classes, [case.seed, 1], known=known)
 
 
-def make_masked(
-    attention: Attention, settings: Settings, frequencies: Tensor, seed: int, device: torch.device
-) -> NomicBertForMaskedLM:
-    """BERT with rotary positions, which begins with the frequencies of its tokens."""
+def make_masked(attention: Attention, case: Case, frequencies: Tensor, device: torch.device) -> NomicBertForMaskedLM:
+    """BERT with rotary positions."""
     config = NomicBertConfig(
-        **MODELS[settings.model],
+        **MODELS[case.model],
         vocab_size=VOCABULARY,
         pad_token_id=PAD,
         type_vocab_size=1,
         max_position_embeddings=attention.length,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
     )
-    return make_model(NomicBertForMaskedLM, config, attention, settings, frequencies, seed, device)
-
-
-EXPERIMENT = Experiment(default_arms, require, prepare, phases)
+    return make_model(NomicBertForMaskedLM, config, attention, case, frequencies, device)

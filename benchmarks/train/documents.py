@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy
 
 from .documents_texts import Text, Wanted, installed_sources, texts_of
 from .masked import MaskedTask, Rows, log_frequencies, macro_f1, unigram_cross_entropy
-from .models import ATTENTIONS, Classifier, attention_of, default_arms, make_bert, require_attention
-from .results import Settings
+from .models import Classifier, attention_of, make_bert, require_attention
+from .results import Case
 from .texts import encoded, trained_tokenizer, vocabulary_of
-from .trainer import Experiment, Phase, Task, in_halves
+from .trainer import Phase, Task
 
 LEAST_FILES, QUICK_LEAST_FILES = 30, 8
 """Least files of a package, each of half as many tokens as the longest sequence or more."""
@@ -32,40 +32,34 @@ QUICK_PACKAGES = 4
 MASKED_ROWS = 64
 """As long as the longest sequence, of what is held out, as many at most that the loss of masked tokens is of."""
 
-ARMS = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bslongformer-8192"
-
 TRAINING, HELD_OUT = "training", "held_out"
 
-
-def require(settings: Settings, arms: list[str]) -> None:
-    """Raises ValueError where an arm is not known, or does not divide documents."""
-    for arm in arms:
-        require_attention(arm, settings, ARMS)
+require = require_attention
 
 
-def prepare(settings: Settings, data: Path) -> None:
+def prepare(case: Case, data: Path) -> None:
     """Says which files of installed packages there are, and writes them as `read` reads them.
 
     Raises:
         ValueError: too few packages are installed, or their files are fewer than a step takes.
     """
-    texts = texts_of(installed_sources(), wanted(settings))
+    texts = texts_of(installed_sources(), wanted(case))
     packages = dict.fromkeys(text.package for text in texts)
     print(f"{len(texts):,} files of {len(packages)} packages: {', '.join(packages)}", flush=True)
-    write(texts, data, vocabulary_of(settings) - 1, settings.document_tokens)
-    rows = len(read(data, TRAINING).rows(settings.document_tokens))
-    if rows < (least := settings.tokens_per_step // settings.document_tokens):
+    write(texts, data, vocabulary_of(case) - 1, case.document_tokens)
+    rows = len(read(data, TRAINING).rows(case.document_tokens))
+    if rows < (least := case.tokens_per_step // case.document_tokens):
         raise ValueError(
-            f"The files to train on have {rows:,} times {settings.document_tokens:,} tokens, and a step takes {least}: "
+            f"The files to train on have {rows:,} times {case.document_tokens:,} tokens, and a step takes {least}: "
             "give fewer --tokens-per-step."
         )
 
 
-def wanted(settings: Settings) -> Wanted:
-    characters = CHARACTERS * settings.document_tokens
-    least_files = QUICK_LEAST_FILES if settings.quick else LEAST_FILES
+def wanted(case: Case) -> Wanted:
+    characters = CHARACTERS * case.document_tokens
+    least_files = QUICK_LEAST_FILES if case.quick else LEAST_FILES
     # A file is read to one and a half times what a sequence takes, as its imports go.
-    return Wanted(least_files, characters // 2, characters * 3 // 2, QUICK_PACKAGES if settings.quick else None)
+    return Wanted(least_files, characters // 2, characters * 3 // 2, QUICK_PACKAGES if case.quick else None)
 
 
 @dataclass(frozen=True)
@@ -124,16 +118,15 @@ class Packages(Task):
         training: Documents,
         held_out: Documents,
         frequencies: Tensor,
-        tokens_per_step: int,
-        seed: int,
+        case: Case,
         device: torch.device,
     ) -> None:
         self.model: Any = model
         self.length, self.device = length, device
         self.training, self.held_out, self.frequencies = training, held_out, frequencies
-        self.files = min(tokens_per_step // length, len(training.packages))
+        self.files = min(case.tokens_per_step // length, len(training.packages))
         self.tokens_per_step = self.files * length
-        self.rows = Rows(len(training.packages), self.files, seed)
+        self.rows = Rows(len(training.packages), self.files, case.seed)
 
     def logits(self, documents: Documents, files: np.ndarray) -> Tensor:
         tokens = torch.from_numpy(documents.tokens[files, : self.length].astype(np.int64))
@@ -162,23 +155,21 @@ class Packages(Task):
         return {"accuracy": float((predicted == packages).mean()), "macro_f1": macro_f1(predicted, packages)}
 
 
-def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Phase]:
-    return in_halves(partial(make_task, settings, data, arm, seed, device))
+def phases(case: Case, data: Path, device: torch.device) -> list[Phase]:
+    return [partial(make_task, case, data, device)] * 2
 
 
-def make_task(settings: Settings, data: Path, arm: str, seed: int, device: torch.device, before: Any) -> Task:
+def make_task(case: Case, data: Path, device: torch.device, before: Any) -> Task:
     """Masked tokens with a new model, then packages with the encoder of that one."""
-    attention, size, per_step = attention_of(arm), vocabulary_of(settings), settings.tokens_per_step
+    attention, size = attention_of(case.arm), vocabulary_of(case)
     training, held_out = read(data, TRAINING), read(data, HELD_OUT)
     if before is None:
-        rows, of_held_out = (side.rows(settings.document_tokens) for side in (training, held_out))
+        rows, of_held_out = (side.rows(case.document_tokens) for side in (training, held_out))
         of_tokens = log_frequencies([rows], size)
-        model = make_bert(attention, settings, of_tokens, seed, device)
+        model = make_bert(attention, case, of_tokens, device)
         some = of_held_out[:: -(-len(of_held_out) // MASKED_ROWS)]
-        return MaskedTask(model, attention.length, rows, some, of_tokens, size - 1, per_step, seed, device)
+        return MaskedTask(model, attention.length, rows, some, of_tokens, size - 1, case, device)
     of_packages = log_frequencies([training.packages], len(json.loads((data / "packages.json").read_text())))
-    model = Classifier(before.base_model, of_packages)
-    return Packages(model, attention.length, training, held_out, of_packages, per_step, seed, device)
-
-
-EXPERIMENT = Experiment(default_arms, require, prepare, phases)
+    return Packages(
+        Classifier(before.base_model, of_packages), attention.length, training, held_out, of_packages, case, device
+    )

@@ -62,7 +62,7 @@ class Gene:
     strand: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Contig:
     """A sequence of a genome, (bases,) tokens in uint8, and its genes; those of others are not known."""
 
@@ -86,23 +86,14 @@ class Contig:
         return Contig(f"{self.name}:{start + 1}-{end}", self.bases[start:end], genes, self.is_annotated)
 
 
-def split(name: str, contigs: Sequence[Contig], least: int) -> tuple[list[Contig], list[Contig]]:
+def split(contigs: Sequence[Contig], least: int) -> tuple[list[Contig], list[Contig]]:
     """Training and held-out sequences: every fifth is held out, in the order of the file; the end of each where there
-    are fewer than five.
-
-    Raises:
-        ValueError: all are too short.
-    """
+    are fewer than five, as far as both parts have `least` bases."""
     if len(contigs) >= HELD_OUT_EVERY:
-        sides = [(i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1, contig) for i, contig in enumerate(contigs)]
-        return [one for held_out, one in sides if not held_out], [one for held_out, one in sides if held_out]
+        held_out = list(contigs[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
+        return [one for one in contigs if one not in held_out], held_out
     cuts = [(one, len(one.bases) - max(least, round(HELD_OUT_SHARE * len(one.bases)))) for one in contigs]
     long = [(one, cut) for one, cut in cuts if cut >= least]
-    if not long:
-        raise ValueError(
-            f"The genome {name} has {len(contigs)} sequences of {least:,} bases or more: too few to hold any out. Give "
-            "a larger one."
-        )
     return [one.part(0, cut) for one, cut in long], [one.part(cut, len(one.bases)) for one, cut in long]
 
 
@@ -140,11 +131,10 @@ def genomes_of_folder(folder: Path) -> list[Files]:
     """Every FASTA file of a folder, with the GFF3 file of the same name.
 
     Raises:
-        ValueError: there is no such folder, it has no FASTA file, or none of them has its genes.
+        ValueError: it has no FASTA file with its genes.
     """
-    if not folder.is_dir():
-        raise ValueError(f"--genomes {folder}: there is no such folder.")
-    names = {Path(path.stem if path.suffix in OPENED_BY else path.name): path for path in sorted(folder.iterdir())}
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    names = {Path(path.stem if path.suffix in OPENED_BY else path.name): path for path in there}
     paths = {(name.stem, name.suffix): path for name, path in names.items()}
     found = [Files(stem, path, paths.get((stem, GFF3))) for (stem, suffix), path in paths.items() if suffix in FASTA]
     if not any(files.gff3 for files in found):
@@ -159,92 +149,44 @@ def read_genome(files: Files, least: int) -> tuple[list[Contig], list[Contig]]:
     """Training and held-out sequences of a genome; those of fewer than `least` bases are left out.
 
     Raises:
-        ValueError: a file is none of its kind, or no sequence is as long.
+        ValueError: genes lie on no sequence of the genome.
     """
     genes = read_gff3(files.gff3) if files.gff3 else {}
     bases = read_fasta(files.fasta)
     for name, of_name in genes.items():
-        if name not in bases:
-            raise ValueError(
-                f"{files.gff3} has genes on {name}, and {files.fasta} has no such sequence: it has "
-                f"{', '.join(list(bases)[:3])} ... Give the genome that these genes are of."
-            )
-        for gene in of_name:
-            if not 0 <= gene.start < gene.end <= len(bases[name]):
-                raise ValueError(
-                    f"{files.gff3} has a gene from {gene.start + 1} to {gene.end} on {name}, which has "
-                    f"{len(bases[name]):,} bases; give genes that lie on it."
-                )
+        if of_name[-1].end > len(bases.get(name, ())):
+            raise ValueError(f"{files.gff3} has genes on {name} that do not lie on that sequence of {files.fasta}.")
     long = {name: tokens for name, tokens in bases.items() if len(tokens) >= least}
-    contigs = [Contig(name, tokens, genes.get(name, ()), bool(genes)) for name, tokens in long.items()]
-    if not contigs:
-        raise ValueError(f"{files.fasta} has no sequence of {least:,} bases, which the longest arm sees at once.")
-    return split(files.name, contigs, least)
+    return split([Contig(name, tokens, genes.get(name, ()), bool(genes)) for name, tokens in long.items()], least)
 
 
 def read_fasta(path: Path) -> dict[str, np.ndarray]:
-    """Sequences by name, the first word after ">"; of a name in MAF's manner, SPECIES:NAME:START:STRAND:LENGTH, NAME.
-
-    Raises:
-        ValueError: the file is no FASTA, or two of its sequences have one name.
-    """
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in read_lines(path):
-        if line.startswith(">"):
-            name = (line[1:].split() or ["unnamed"])[0]
-            parts = name.split(":")
-            name = parts[1] if len(parts) == 5 else name
-            if name in found:
-                raise ValueError(f"{path} has two sequences called {name}; name them apart.")
-            lines = found[name] = []
-        elif not found:
-            raise ValueError(f"{path} is no FASTA: its first line is {line[:40]!r}, and does not begin with '>'.")
-        else:
-            lines.append(line)
-    if not found:
-        raise ValueError(f"{path} is no FASTA: it is empty.")
-    written = {name: "".join(lines).encode("ascii", "replace") for name, lines in found.items()}
-    return {name: TOKEN_OF[np.frombuffer(text, np.uint8)] for name, text in written.items()}
+    """Sequences by name, the first word after ">"; of MAF's SPECIES:NAME:START:STRAND:LENGTH the second part."""
+    found = {}
+    for record in "\n".join(["", *read_lines(path)]).split("\n>")[1:]:
+        heading, *lines = record.split("\n")
+        parts = heading.split()[0].split(":")
+        name = parts[1] if len(parts) == 5 else heading.split()[0]
+        found[name] = TOKEN_OF[np.frombuffer("".join(lines).encode("ascii", "replace"), np.uint8)]
+    return found
 
 
 def read_gff3(path: Path) -> Mapping[str, list[Gene]]:
     """The genes of each sequence in the order of their start: features "gene", or "mRNA" where a file has none; of
-    several mRNAs with the same ends and strand, one.
-
-    Raises:
-        ValueError: a line is none of GFF3, or no feature is a gene.
-    """
+    several mRNAs with the same ends and strand, one."""
     by_type: dict[str, dict[str, set[Gene]]] = defaultdict(lambda: defaultdict(set))
     for line in read_lines(path):
-        if line.startswith("#"):
-            continue
-        try:
+        if not line.startswith("#"):
             name, _, kind, start, end, _, strand, *_ = line.split("\t")
-            gene = Gene(int(start) - 1, int(end), strand)
-        except ValueError:
-            raise ValueError(
-                f"{path} is no GFF3: a line of it is {line[:60]!r}; nine fields with tabs make one."
-            ) from None
-        if strand in STRANDS:
-            by_type[kind][name].add(gene)
-    genes = by_type["gene"] or by_type["mRNA"]
-    if not genes:
-        raise ValueError(f"{path} has no feature that is a gene or an mRNA on a strand.")
-    return {name: in_order(of_name) for name, of_name in genes.items()}
+            if strand in STRANDS:
+                by_type[kind][name].add(Gene(int(start) - 1, int(end), strand))
+    return {name: in_order(genes) for name, genes in (by_type["gene"] or by_type["mRNA"]).items()}
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Lines that are not empty.
-
-    Raises:
-        ValueError: the file cannot be read, or is not compressed as its name says.
-    """
-    try:
-        with OPENED_BY.get(path.suffix, open)(path, "rt", encoding="ascii", errors="replace") as text:
-            yield from filter(None, (line.rstrip("\r\n") for line in text))
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise ValueError(f"{path} cannot be read: {error}.") from error
+    """Lines that are not empty, of a file that its name says how to open."""
+    with OPENED_BY.get(path.suffix, open)(path, "rt", encoding="ascii", errors="replace") as text:
+        yield from filter(None, (line.rstrip("\r\n") for line in text))
 
 
 SEQUENCES, BASES, GENE, GAP = 5, 4096, 360, 300

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.models.bert import Batch, loss_of
+from benchmarks.models.steps import Piece, loss_of
 
+from .results import Case
 from .trainer import Task
 
 MASKED = 0.15
@@ -45,6 +46,11 @@ class Found:
     there: int = 0
     right: int = 0
 
+    @classmethod
+    def of(cls, predicted: np.ndarray, there: np.ndarray) -> Found:
+        """Counts of two bool arrays."""
+        return cls(int(predicted.sum()), int(there.sum()), int((predicted & there).sum()))
+
     def __add__(self, other: Found) -> Found:
         return Found(self.predicted + other.predicted, self.there + other.there, self.right + other.right)
 
@@ -57,12 +63,7 @@ class Found:
 
 def macro_f1(predicted: np.ndarray, classes: np.ndarray) -> float:
     """The mean of the F1 of each class that is there; both arrays have a class for each of what is classified."""
-    return float(np.mean([found_of_class(predicted == one, classes == one).f1 for one in np.unique(classes)]))
-
-
-def found_of_class(predicted: np.ndarray, there: np.ndarray) -> Found:
-    """Counts of two bool arrays."""
-    return Found(int(predicted.sum()), int(there.sum()), int((predicted & there).sum()))
+    return float(np.mean([Found.of(predicted == one, classes == one).f1 for one in np.unique(classes)]))
 
 
 class Rows:
@@ -87,13 +88,13 @@ def masked_places(shape: tuple[int, ...], *seed: int) -> np.ndarray:
     return np.random.default_rng(seed).random(shape) < MASKED
 
 
-def make_batch(tokens: np.ndarray, masked: np.ndarray, mask_token: int, length: int) -> Batch:
+def make_batch(tokens: np.ndarray, masked: np.ndarray, mask_token: int, length: int) -> Piece:
     """Sequences of a length, (B, length), of pieces and masked places, (N, T) each."""
     right = torch.from_numpy(tokens.astype(np.int64))
     places = torch.from_numpy(masked)
     labels = right.masked_fill(~places, -100).view(-1, length)
     labelled = places.flatten().nonzero()[:, 0]
-    return Batch(right.masked_fill(places, mask_token).view(-1, length), labels, labelled)
+    return Piece({"input_ids": right.masked_fill(places, mask_token).view(-1, length)}, labels, labelled)
 
 
 class MaskedTask(Task):
@@ -115,22 +116,21 @@ class MaskedTask(Task):
         held_out: np.ndarray,
         frequencies: Tensor,
         mask_token: int,
-        tokens_per_step: int,
-        seed: int,
+        case: Case,
         device: torch.device,
     ) -> None:
         self.model: Any = model
-        self.length, self.device, self.seed = length, device, seed
+        self.length, self.device, self.seed = length, device, case.seed
         self.tokens, self.held_out, self.mask_token = train, held_out, mask_token
-        self.frequencies, self.tokens_per_step = frequencies, tokens_per_step
-        self.rows = Rows(len(train), tokens_per_step // train.shape[1], seed)
+        self.frequencies, self.tokens_per_step = frequencies, case.tokens_per_step
+        self.rows = Rows(len(train), case.tokens_per_step // train.shape[1], case.seed)
         self.held_out_masked = masked_places(held_out.shape, 0)
 
     def loss(self, step: int) -> Tensor:
         tokens = self.tokens[self.rows.of(step)]
         data = make_batch(tokens, masked_places(tokens.shape, self.seed, step), self.mask_token, self.length)
         on_cuda = self.device.type == "cuda"
-        return loss_of(self.model, (data.pinned() if on_cuda else data).to(self.device), predicts_all=False)
+        return loss_of(self.model, (data.pinned() if on_cuda else data).anew(self.device), predicts_all=False)
 
     def evaluate(self) -> float:
         return self.predictions()[0].mean().item()
@@ -145,8 +145,8 @@ class MaskedTask(Task):
         for first in range(0, len(self.held_out), self.rows.per_step):
             some = slice(first, first + self.rows.per_step)
             data = make_batch(self.held_out[some], self.held_out_masked[some], self.mask_token, self.length)
-            data = data.to(self.device)
-            hidden = self.model.base_model(input_ids=data.tokens).last_hidden_state.flatten(0, 1)
+            data = data.anew(self.device)
+            hidden = self.model.base_model(**data.inputs).last_hidden_state.flatten(0, 1)
             logits = self.model.cls(hidden[data.labelled]).float()
             labels = data.labels.flatten()[data.labelled]
             losses.append(cross_entropy(logits, labels, reduction="none").cpu())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from benchmarks.models.attentions import DENSE_IN_BERT, STRUCTURES_IN_BERT
-from benchmarks.models.bert import require_layout
+from benchmarks.models.steps import require_layout
 from ds_sparse.models.sparsify import sparsify
-from ds_sparse.sparsity import SparsityConfig
 from ds_sparse.tools.extras import optional_imports
 
-from .results import DENSE, MODELS, Settings
+from .results import DENSE, MODELS, Case
 
 with optional_imports():
     from transformers import BertConfig, BertForMaskedLM
@@ -39,13 +37,13 @@ SHORT, QUICK_SHORT = 512, 64
 """Tokens of the dense sequences that longer ones are compared with, or are continued from."""
 
 
-def short_of(settings: Settings) -> int:
-    return QUICK_SHORT if settings.quick else SHORT
+def short_of(case: Case) -> int:
+    return QUICK_SHORT if case.quick else SHORT
 
 
-def default_arms(settings: Settings) -> list[str]:
+def default_arms(case: Case) -> list[str]:
     """Arms that decide most."""
-    short, long = short_of(settings), settings.document_tokens
+    short, long = short_of(case), case.document_tokens
     return [f"{DENSE}-{short}", f"{DENSE}-{long}", f"bigbird-{long}", f"bslongformer-{long}"]
 
 
@@ -63,63 +61,54 @@ def attention_of(arm: str) -> Attention | None:
     return Attention(kind, int(length)) if kind in ATTENTIONS and length.isdecimal() and int(length) else None
 
 
-def require_attention(name: str, settings: Settings, known: str) -> None:
-    """Raises ValueError where a name is none of an attention, with what is known in words, where its sequences do not
-    divide pieces of documents, or where they are too short for its structure."""
+def require_attention(case: Case, name: str = "", also: str = "") -> None:
+    """Raises ValueError where the case's arm, or that of the name, is none of an attention, where its sequences do not
+    divide pieces of documents, or where they are too short for its structure. `also` says in words what else is an arm.
+    """
+    name = name or case.arm
     attention = attention_of(name)
     if attention is None:
-        raise ValueError(f"--arms {name}: is no arm of {settings.experiment}; give {known}.")
-    if settings.document_tokens % attention.length:
+        known = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bigbird-{case.document_tokens}{also}"
+        raise ValueError(f"--arms {name}: is no arm of {case.experiment}; give {known}.")
+    if case.document_tokens % attention.length:
         raise ValueError(
             f"--arms {name}: sequences of {attention.length} tokens do not divide documents of "
-            f"{settings.document_tokens}; give --document-tokens a multiple."
+            f"{case.document_tokens}; give --document-tokens a multiple."
         )
     if attention.kind != DENSE:
-        require_layout(structure_name(attention.kind, settings), attention.length)
+        require_layout(structure_name(attention.kind, case), attention.length)
 
 
-def structure_name(kind: str, settings: Settings) -> str:
+def structure_name(kind: str, case: Case) -> str:
     """A name in `STRUCTURES_IN_BERT`."""
-    return (SMALL_BLOCK if settings.quick else LARGE_BLOCK)[kind]
+    return (SMALL_BLOCK if case.quick else LARGE_BLOCK)[kind]
 
 
-def structure_of(kind: str, settings: Settings) -> SparsityConfig:
-    make: Callable[[int], SparsityConfig] = STRUCTURES_IN_BERT[structure_name(kind, settings)]
-    return make(MODELS[settings.model]["num_attention_heads"])
-
-
-def make_bert(
-    attention: Attention, settings: Settings, frequencies: Tensor, seed: int, device: torch.device
-) -> BertForMaskedLM:
-    """With new weights in fp32, the same of a seed, its embeddings with `Neighbours`, and without dropout: no text is
-    seen often. It begins with the frequencies of its tokens, as `log_frequencies` gives them."""
+def make_bert(attention: Attention, case: Case, frequencies: Tensor, device: torch.device) -> BertForMaskedLM:
+    """BERT without dropout: no text is seen often."""
     config = BertConfig(
-        **MODELS[settings.model],
+        **MODELS[case.model],
         vocab_size=len(frequencies),
         max_position_embeddings=attention.length,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return make_model(BertForMaskedLM, config, attention, settings, frequencies, seed, device)
+    return make_model(BertForMaskedLM, config, attention, case, frequencies, device)
 
 
 def make_model(
-    kind: Any,
-    config: Any,
-    attention: Attention,
-    settings: Settings,
-    frequencies: Tensor,
-    seed: int,
-    device: torch.device,
+    kind: Any, config: Any, attention: Attention, case: Case, frequencies: Tensor, device: torch.device
 ) -> Any:
-    """A model of Transformers, of this kind and config, with an attention, `Neighbours` and the frequencies of its
-    tokens."""
-    torch.manual_seed(seed)
+    """A model of Transformers with new weights in fp32, the same of a seed, and its embeddings with `Neighbours`. It
+    begins with the frequencies of its tokens, as `log_frequencies` gives them."""
+    torch.manual_seed(case.seed)
     model = kind(config)
-    add_neighbours(model)
+    embeddings = model.base_model.embeddings
+    embeddings.neighbours = Neighbours(config.hidden_size)
+    embeddings.register_forward_hook(lambda module, _, output: module.neighbours(output))
     give_frequencies(model.get_output_embeddings(), frequencies)
     model.to(device)
-    give_attention(model, attention.kind, settings)
+    give_attention(model, attention.kind, case)
     return model
 
 
@@ -150,13 +139,6 @@ class Neighbours(nn.Module):
         return x + sum(padded[:, place : place + tokens] * weight for place, weight in zip(places, self.weight))
 
 
-def add_neighbours(model: Any) -> None:
-    """To the embeddings of a BERT, also of one with rotary positions."""
-    embeddings = model.base_model.embeddings
-    embeddings.neighbours = Neighbours(model.config.hidden_size)
-    embeddings.register_forward_hook(lambda module, _, output: module.neighbours(output))
-
-
 def give_frequencies(last: nn.Linear, frequencies: Tensor) -> None:
     """To a new model, as the bias of its last layer.
 
@@ -167,12 +149,13 @@ def give_frequencies(last: nn.Linear, frequencies: Tensor) -> None:
         last.bias.copy_(frequencies)
 
 
-def give_attention(model: Any, kind: str, settings: Settings) -> None:
+def give_attention(model: Any, kind: str, case: Case) -> None:
     """Dense attention is PyTorch's."""
     if kind == DENSE:
         model.set_attn_implementation(DENSE_IN_BERT)
     else:
-        sparsify(model, structure_of(kind, settings))
+        structure = STRUCTURES_IN_BERT[structure_name(kind, case)]
+        sparsify(model, structure(MODELS[case.model]["num_attention_heads"]))
 
 
 class Classifier(nn.Module):

@@ -18,18 +18,17 @@ from ds_sparse.models.sparse_attention_utils import SparseAttentionUtils
 from . import texts
 from .masked import MaskedTask, log_frequencies
 from .models import (
-    ATTENTIONS,
     SHORT,
     Attention,
     attention_of,
-    default_arms,
+    default_arms,  # noqa: F401 - the arms of this experiment, too
     give_attention,
     make_bert,
     require_attention,
     short_of,
 )
-from .results import DENSE, Settings
-from .trainer import Experiment, Phase, Task
+from .results import DENSE, Case
+from .trainer import Phase, Task
 
 HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**20, 2**13
 
@@ -49,26 +48,21 @@ WORD = re.compile(rb"[A-Za-z0-9]")
 
 CONTINUED = "continued-"
 
-ARMS = (
-    f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bigbird-4096, or {CONTINUED}ATTENTION-LENGTH, whose first "
-    f"half trains dense attention on {SHORT} tokens"
-)
+
+def require(case: Case) -> None:
+    """Raises ValueError where the arm is not known, or does not divide documents."""
+    also = f", or {CONTINUED}ATTENTION-LENGTH, whose first half trains dense attention on {SHORT} tokens"
+    require_attention(case, case.arm.removeprefix(CONTINUED), also)
 
 
-def require(settings: Settings, arms: list[str]) -> None:
-    """Raises ValueError where an arm is not known, or does not divide documents."""
-    for arm in arms:
-        require_attention(arm.removeprefix(CONTINUED), settings, ARMS)
-
-
-def prepare(settings: Settings, data: Path) -> None:
+def prepare(case: Case, data: Path) -> None:
     """Writes train.npy and held_out.npy, uint16 (N, T), pieces of documents, far.npy, bool as held_out, and
     tokenizer.json."""
-    length = settings.document_tokens
-    found = read_texts(settings)
+    length = case.document_tokens
+    found = read_texts(case)
     learned = [text for text in found if not texts.is_held_out(text)]
     every = max(1, -(-sum(map(len, learned)) // TOKENIZER_BYTES))
-    tokenizer = texts.trained_tokenizer(learned[::every], texts.vocabulary_of(settings) - 1)
+    tokenizer = texts.trained_tokenizer(learned[::every], texts.vocabulary_of(case) - 1)
     tokenizer.save(str(data / "tokenizer.json"))
     train: list[np.ndarray] = []
     held_out: list[np.ndarray] = []
@@ -76,8 +70,8 @@ def prepare(settings: Settings, data: Path) -> None:
         count = min(len(ids) // length, MOST_PIECES)
         (held_out if texts.is_held_out(text) else train).append(ids[: count * length].reshape(count, length))
     rows = np.concatenate(train)
-    chosen = spread(held_out, (QUICK_HELD_OUT_TOKENS if settings.quick else HELD_OUT_TOKENS) // length)
-    if min(len(rows), len(chosen)) < (least := settings.tokens_per_step // length):
+    chosen = spread(held_out, (QUICK_HELD_OUT_TOKENS if case.quick else HELD_OUT_TOKENS) // length)
+    if min(len(rows), len(chosen)) < (least := case.tokens_per_step // length):
         raise ValueError(
             f"The Python sources here have {len(rows):,} pieces of {length:,} tokens to train on and {len(chosen):,} "
             f"held out; a step takes {least}: give shorter --document-tokens."
@@ -88,10 +82,10 @@ def prepare(settings: Settings, data: Path) -> None:
     np.save(data / "train.npy", rows)
 
 
-def read_texts(settings: Settings) -> list[str]:
+def read_texts(case: Case) -> list[str]:
     """Documents long enough to have a piece, if each token is one byte."""
-    found, left = [], QUICK_BYTES if settings.quick else float("inf")
-    for text in texts.documents(settings.document_tokens):
+    found, left = [], QUICK_BYTES if case.quick else float("inf")
+    for text in texts.documents(case.document_tokens):
         found.append(text)
         left -= len(text)
         if left <= 0:
@@ -150,29 +144,22 @@ class QualityTask(MaskedTask):
         return found | {"far_loss": losses[far].mean().item(), "far_accuracy": right[far].float().mean().item()}
 
 
-def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Phase]:
-    attention = attention_of(arm.removeprefix(CONTINUED))
-    task = partial(make_task, settings, data, seed, device)
-    if not arm.startswith(CONTINUED):
-        return [Phase(1.0, partial(task, attention))]
-    return [Phase(0.5, partial(task, Attention(DENSE, short_of(settings)))), Phase(0.5, partial(task, attention))]
+def phases(case: Case, data: Path, device: torch.device) -> list[Phase]:
+    task = partial(make_task, case, data, device)
+    attention = attention_of(case.arm.removeprefix(CONTINUED))
+    before = [partial(task, Attention(DENSE, short_of(case)))] if case.arm.startswith(CONTINUED) else []
+    return [*before, partial(task, attention)]
 
 
-def make_task(
-    settings: Settings, data: Path, seed: int, device: torch.device, attention: Attention, before: nn.Module | None
-) -> Task:
+def make_task(case: Case, data: Path, device: torch.device, attention: Attention, before: nn.Module | None) -> Task:
     """A task of new weights, or of a dense model's before, which gets longer positions as by `ds_sparse adapt`,
     and the attention."""
     train, held_out, far = (np.load(data / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out", "far"))
-    size = texts.vocabulary_of(settings)
+    size = texts.vocabulary_of(case)
     frequencies = log_frequencies([train], size)
     if before is None:
-        model = make_bert(attention, settings, frequencies, seed, device)
+        model = make_bert(attention, case, frequencies, device)
     else:
         model = SparseAttentionUtils.extend_position_embedding(before, attention.length)
-        give_attention(model, attention.kind, settings)
-    fixed = frequencies, size - 1, settings.tokens_per_step, seed, device
-    return QualityTask(model, attention.length, train, held_out, *fixed, far=far)
-
-
-EXPERIMENT = Experiment(default_arms, require, prepare, phases)
+        give_attention(model, attention.kind, case)
+    return QualityTask(model, attention.length, train, held_out, frequencies, size - 1, case, device, far=far)

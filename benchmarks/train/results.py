@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field, replace
 
+from benchmarks.running import in_columns
 from ds_sparse.bench.markdown import Table
 
 TINY, SMALL, BASE = "tiny", "small", "base"
@@ -24,12 +24,12 @@ and a sum over the hidden size so many times. What is too high makes the vectors
 learned more than the frequencies of tokens."""
 
 DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192}
-"""Experiments, with what `Settings.document_tokens` is by itself. Modules of this package have an `EXPERIMENT` each."""
+"""Experiments, a module of this package each, with what `Case.document_tokens` is by itself."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings that all jobs of a folder share.
+class Case:
+    """A job: one arm with one seed, trained for so many minutes of steps, or tokens; the other is 0.
 
     Attributes:
         model: of `MODELS`.
@@ -49,40 +49,35 @@ class Settings:
     learning_rate: float
     document_tokens: int
     genomes: str = ""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The training of an arm: minutes of steps, or tokens; the other is 0."""
-
+    arm: str = ""
+    seed: int = 0
     minutes: float = 0.0
     tokens: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.tokens:,} tokens" if self.tokens else f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
-
-
-@dataclass(frozen=True)
-class Job:
-    """An arm with a seed and a budget, trained and reported by itself."""
-
-    arm: str
-    seed: int
-    budget: Budget
+    @property
+    def shared(self) -> Case:
+        """The settings that all jobs of a folder share."""
+        return replace(self, arm="", seed=0, minutes=0.0, tokens=0)
 
     @property
-    def name(self) -> str:
-        """Name of its files."""
-        budget = f"{self.budget.tokens}-tokens" if self.budget.tokens else f"{self.budget.minutes:g}-minutes"
-        return f"{self.arm}-seed{self.seed}-{budget}"
+    def budget(self) -> str:
+        return f"{self.tokens:,} tokens" if self.tokens else f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
 
-    def __str__(self) -> str:
+    @property
+    def job(self) -> str:
         return f"{self.arm}, seed {self.seed}, {self.budget}"
 
+    @property
+    def file(self) -> str:
+        """Name of its files."""
+        budget = f"{self.tokens}-tokens" if self.tokens else f"{self.minutes:g}-minutes"
+        return f"{self.arm}-seed{self.seed}-{budget}"
 
-def jobs_of(arms: Sequence[str], seeds: Iterable[int], budgets: Sequence[Budget]) -> Iterator[Job]:
-    """All arms with the first seed come first: what is cut off then has something to compare."""
-    return (Job(arm, seed, budget) for seed, budget, arm in product(seeds, budgets, arms))
+    def settings(self) -> str:
+        return (
+            f"BERT-{self.model}, {self.dtype}, {self.tokens_per_step:,} tokens a step, documents of "
+            f"{self.document_tokens:,} tokens"
+        )
 
 
 DENSE = "dense"
@@ -91,24 +86,6 @@ DENSE = "dense"
 LEAST_GAIN = 0.05
 """Minimum relative gain on the unigram cross-entropy to count as trained. Models that learned nothing but frequencies
 came to 1 %, the first that learned more to 23 %."""
-
-
-@dataclass(frozen=True)
-class Case(Settings):
-    """One arm with one seed; `minutes` or `tokens` is its budget, the other 0."""
-
-    arm: str = ""
-    seed: int = 0
-    minutes: float = 0.0
-    tokens: int = 0
-
-    @property
-    def job(self) -> Job:
-        return Job(self.arm, self.seed, Budget(self.minutes, self.tokens))
-
-
-def case_of(settings: Settings, job: Job) -> Case:
-    return Case(**asdict(settings), arm=job.arm, seed=job.seed, **asdict(job.budget))
 
 
 @dataclass(frozen=True)
@@ -166,8 +143,8 @@ class Row:
         )
 
 
-Result = tuple[Case, Row]
-"""A job, trained."""
+Result = tuple[Case, list[Row]]
+"""A job, trained: it has one row."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +165,7 @@ class Arm:
     @property
     def length(self) -> int:
         """Tokens of its sequences."""
-        return length_of(self.name)
+        return int(self.name.rpartition("-")[2])
 
     @property
     def held_out(self) -> float:
@@ -224,14 +201,10 @@ class Arm:
         return {name: statistics.mean(row.measures[name] for row in self.rows) for name in self.rows[0].measures}
 
 
-def length_of(arm: str) -> int:
-    return int(arm.rpartition("-")[2])
-
-
 def arms_by_case(results: Iterable[Result]) -> dict[Case, list[Arm]]:
     """Arms that can be compared: jobs that differ in arm and seed alone."""
     groups: dict[Case, dict[str, dict[int, Row]]] = {}
-    for case, row in results:
+    for case, (row,) in results:
         if not row.reason:
             groups.setdefault(replace(case, arm="", seed=0), {}).setdefault(case.arm, {})[case.seed] = row
     return {case: [Arm(name, rows) for name, rows in arms.items()] for case, arms in groups.items()}
@@ -245,14 +218,30 @@ def dense_for(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     return same[0] if same else max(dense, key=lambda other: other.length, default=None)
 
 
+OF_ALL = 7
+"""Columns of the table that all experiments have."""
+
+
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
     """Lines to print: one a job, as they come, and a table of what can be compared at the end."""
     seen = []
-    for case, row in results:
-        seen.append((case, row))
+    for case, (row,) in results:
+        seen.append((case, [row]))
         yield [line_of(case, row)]
     for case, arms in arms_by_case(seen).items():
-        yield table(case, arms)
+        table = table_of(case, arms)
+        stayed = {arm.name: sum(bool(row.warning) for row in arm.rows) for arm in arms}
+        warnings = (
+            f"{arm.name}: {stayed[arm.name]} of {len(arm.rows)} jobs did not leave the unigram cross-entropy"
+            for arm in arms
+            if stayed[arm.name]
+        )
+        measures = (
+            f"{name}: {', '.join(f'{row[0]} {row[place]}' for row in table.rows if row[place])}"
+            for place, name in enumerate(table.heading[OF_ALL:], OF_ALL)
+        )
+        short = Table(table.heading[:OF_ALL], [row[:OF_ALL] for row in table.rows])
+        yield [*table.notes, *in_columns(short), *measures, *warnings]
 
 
 def line_of(case: Case, row: Row) -> str:
@@ -266,45 +255,14 @@ def line_of(case: Case, row: Row) -> str:
     )
 
 
-def table(case: Case, arms: Sequence[Arm]) -> Iterator[str]:
-    """Lines: the held-out loss of each arm, the mean over its seeds, and over that of dense attention with the same
-    ones."""
-    yield f"{case.experiment}, {settings_of(case)}, {case.job.budget} an arm; means over seeds"
-    yield (
-        f"{'':28} {'seeds':>5} {'held-out':>9} {'+-':>7} {'x dense':>8} {'seconds':>8} {'tokens':>13} {'tokens/s':>10}"
-    )
-    for arm in arms:
-        over = arm.over(dense_for(arm, arms))
-        ratio = "-" if over is None else f"{over:.4f}"
-        spread = "-" if arm.spread is None else f"{arm.spread:.4f}"
-        yield (
-            f"{arm.name:28} {len(arm.rows):>5} {arm.held_out:9.4f} {spread:>7} {ratio:>8} {arm.seconds:8.1f} "
-            f"{arm.tokens:13,} {arm.tokens_per_second:10,.0f}"
-        )
-    for name in dict.fromkeys(name for arm in arms for name in arm.measures):
-        values = (f"{arm.name} {arm.measures[name]:.4g}" for arm in arms if name in arm.measures)
-        yield f"{name}: {', '.join(values)}"
-    for arm in arms:
-        if stayed := sum(bool(row.warning) for row in arm.rows):
-            yield f"{arm.name}: {stayed} of {len(arm.rows)} jobs did not leave the unigram cross-entropy"
+def tables_of(results: list[Result]) -> dict[str, Table]:
+    """A table for each budget."""
+    return {f"{case.experiment}, {case.budget}": table_of(case, arms) for case, arms in arms_by_case(results).items()}
 
 
-def settings_of(case: Case) -> str:
-    return (
-        f"BERT-{case.model}, {case.dtype}, {case.tokens_per_step:,} tokens a step, documents of "
-        f"{case.document_tokens:,} tokens"
-    )
-
-
-def of_train(results: list[Result]) -> dict[str, Table]:
-    """For each budget a line an arm: its held-out loss, beside that of dense attention, and what else was measured."""
-    return {
-        f"{case.experiment}, {case.job.budget}, {settings_of(case)}": trained_arms(case, arms)
-        for case, arms in arms_by_case(results).items()
-    }
-
-
-def trained_arms(case: Case, arms: Sequence[Arm]) -> Table:
+def table_of(case: Case, arms: Sequence[Arm]) -> Table:
+    """A line an arm: its held-out loss, the mean over its seeds, over that of dense attention with the same ones, and
+    what else was measured."""
     measures = list(dict.fromkeys(name for arm in arms for name in arm.measures))
     lines = []
     for arm in arms:
@@ -322,5 +280,5 @@ def trained_arms(case: Case, arms: Sequence[Arm]) -> Table:
             ]
         )
     heading = ["arm", "seeds", "held-out loss", "of dense", "minutes", "million tokens", "tokens/s"]
-    about = f"{case.experiment}, {case.job.budget} an arm, {settings_of(case)}"
+    about = f"{case.experiment}, {case.budget} an arm, {case.settings()}"
     return Table([*heading, *(name.replace("_", " ") for name in measures)], lines, notes=[about])

@@ -12,7 +12,7 @@ import numpy as np
 
 from ds_sparse.tools.extras import optional_imports
 
-from .results import Settings
+from .results import Case
 
 with optional_imports():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -64,8 +64,8 @@ def is_held_out(text: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
     return int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) % one_in == 0
 
 
-def vocabulary_of(settings: Settings) -> int:
-    return QUICK_VOCABULARY if settings.quick else VOCABULARY
+def vocabulary_of(case: Case) -> int:
+    return QUICK_VOCABULARY if case.quick else VOCABULARY
 
 
 def trained_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from ds_sparse.bench.machine import DTYPES, conditions
 from ds_sparse.bench.runs import restored
 
-from .results import Budget, Job, Point, Row, Settings
+from .results import Case, Point, Row
 
 WARM_UP = 0.1
 """Part of a phase's steps until the learning rate is at its highest; it decays to nothing after."""
@@ -65,55 +66,30 @@ class Task(ABC):
         return {}
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A part of an arm's training, with an optimizer and a schedule of its own.
-
-    Attributes:
-        share: of the budget; those of an arm add up to 1.
-        make: the task, given the model of the phase before, which it may change.
-    """
-
-    share: float
-    make: Callable[[nn.Module | None], Task]
+Phase = Callable[[Any], Task]
+"""Makes the task of a part of an arm's training, given the model of the part before, which it may change, or None. Each
+part has an optimizer and a schedule of its own, and as much of the budget as every other."""
 
 
-def in_halves(make: Callable[[nn.Module | None], Task]) -> list[Phase]:
-    """Two phases with half of the budget each: what is masked, then what the experiment is about."""
-    return [Phase(0.5, make), Phase(0.5, make)]
+def load(experiment: str) -> Any:
+    """The module of an experiment, which has the data and tasks of its arms:
 
-
-@dataclass(frozen=True)
-class Experiment:
-    """Arms to compare, and the data and tasks of each.
-
-    Attributes:
-        default_arms: of settings.
-        require: raises ValueError where an arm, or what the data is made of, is not there.
-        prepare: writes the data to a folder, once; several processes read it then.
-        phases: of an arm and a seed, given the folder of the data.
-    """
-
-    default_arms: Callable[[Settings], list[str]]
-    require: Callable[[Settings, list[str]], None]
-    prepare: Callable[[Settings, Path], None]
-    phases: Callable[[Settings, Path, str, int, torch.device], list[Phase]]
-
-
-def load(name: str) -> Experiment:
-    """A module of this package has each.
+    - `default_arms(case)`: arms that decide most.
+    - `require(case)`: raises ValueError where the case's arm, or what the data is made of, is not there.
+    - `prepare(case, folder)`: writes the data to a folder, once; several processes read it then.
+    - `phases(case, folder, device)`: the phases of an arm with a seed.
 
     Raises:
         ImportError: it needs a package that is not installed; the sentence says which.
     """
-    return importlib.import_module(f".{name}", __package__).EXPERIMENT
+    return importlib.import_module(f".{experiment}", __package__)
 
 
 class Training:
     """A job on its way: the steps, tokens and seconds of all phases until now, and what was measured."""
 
-    def __init__(self, settings: Settings, job: Job, device: torch.device) -> None:
-        self.settings, self.job, self.device = settings, job, device
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
         self.steps, self.tokens, self.seconds = 0, 0, 0.0
         self.curve: list[Point] = []
         self.began = time.perf_counter()
@@ -123,9 +99,9 @@ class Training:
         measures: dict[str, float] = {}
         task: Task | None = None
         for phase in phases:
-            torch.manual_seed(self.job.seed)
-            task = phase.make(None if task is None else task.model)
-            self.train(phase.share, task)
+            torch.manual_seed(self.case.seed)
+            task = phase(None if task is None else task.model)
+            self.train(1 / len(phases), task)
             with self.evaluating(task):
                 measures |= task.measures()
         about = conditions(self.device)
@@ -146,15 +122,15 @@ class Training:
 
     def train(self, share: float, task: Task) -> None:
         """All steps of a phase."""
-        steps = steps_of(self.job.budget, share, task.tokens_per_step, self.try_steps(task))
-        torch.manual_seed(self.job.seed)
+        steps = steps_of(self.case, share, task.tokens_per_step, self.try_steps(task))
+        torch.manual_seed(self.case.seed)
         optimizer = self.optimizer(task.model)
         first = 0
         for stop in stops(steps, max(1, round(EVALUATIONS * share))):
             began = self.now()
             for step in range(first, stop):
                 for group in optimizer.param_groups:
-                    group["lr"] = self.settings.learning_rate * schedule(step, steps)
+                    group["lr"] = self.case.learning_rate * schedule(step, steps)
                 self.step(task, optimizer, step)
             self.seconds += self.now() - began
             self.tokens += (stop - first) * task.tokens_per_step
@@ -180,7 +156,7 @@ class Training:
         before = deepcopy(task.model.state_dict())
         optimizer = self.optimizer(task.model)
         took: list[float] = []
-        seconds = TRIED_SECONDS if self.job.budget.minutes else 0.0
+        seconds = TRIED_SECONDS if self.case.minutes else 0.0
         while len(took) < 2 or sum(took[1:]) < seconds:
             began = self.now()
             self.step(task, optimizer, len(took))
@@ -190,11 +166,11 @@ class Training:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         fused = self.device.type == "cuda"
-        rate = self.settings.learning_rate
+        rate = self.case.learning_rate
         return torch.optim.AdamW(model.parameters(), rate, BETAS, weight_decay=WEIGHT_DECAY, fused=fused)
 
     def autocast(self) -> torch.autocast:
-        is_bf16 = DTYPES[self.settings.dtype] == torch.bfloat16
+        is_bf16 = DTYPES[self.case.dtype] == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=is_bf16)
 
     @contextmanager
@@ -209,9 +185,9 @@ class Training:
         return time.perf_counter()
 
 
-def steps_of(budget: Budget, share: float, tokens_per_step: int, step_seconds: float) -> int:
+def steps_of(case: Case, share: float, tokens_per_step: int, step_seconds: float) -> int:
     """Number of a phase's steps; in a budget of minutes as many as fit, at the speed that was measured before."""
-    steps = budget.tokens / tokens_per_step if budget.tokens else budget.minutes * 60 / step_seconds
+    steps = case.tokens / tokens_per_step if case.tokens else case.minutes * 60 / step_seconds
     return max(1, round(share * steps))
 
 
@@ -244,9 +220,9 @@ class Folder:
         ValueError: it belongs to a run with other settings, or to something else.
     """
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, case: Case) -> None:
         self.path = path
-        wanted, file = asdict(settings), path / "settings.json"
+        wanted, file = asdict(case.shared), path / "settings.json"
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not file.exists() and any(not there.name.startswith("settings.") for there in path.iterdir()):
@@ -257,10 +233,8 @@ class Folder:
             there = json.loads(file.read_text())
         except OSError as error:
             raise ValueError(f"--folder {path}: {error.strerror}.") from None
-        except json.JSONDecodeError:
-            raise ValueError(f"--folder {path}: {file.name} is damaged; name a new folder.") from None
-        if differ := [name for name in wanted if there.get(name) != wanted[name]]:
-            have, want = (", ".join(f"{name} {of.get(name)}" for name in differ) for of in (there, wanted))
+        if differ := [name for name in wanted if there.get(name, wanted[name]) != wanted[name]]:
+            have, want = (", ".join(f"{name} {of[name]}" for name in differ) for of in (there, wanted))
             raise ValueError(f"--folder {path}: holds a run with {have}, not {want}; give its options or a new folder.")
 
     def data(self, prepare: Callable[[Path], None]) -> Path:
@@ -274,21 +248,21 @@ class Folder:
         return data
 
     @contextmanager
-    def claimed(self, job: Job) -> Iterator[bool]:
+    def claimed(self, case: Case) -> Iterator[bool]:
         """True if the job is this process's own for the time; else another has it."""
         try:
-            with locked(self.path / f"{job.name}.lock", fcntl.LOCK_NB):
+            with locked(self.path / f"{case.file}.lock", fcntl.LOCK_NB):
                 yield True
         except BlockingIOError:
             yield False
 
-    def row(self, job: Job) -> Row | None:
+    def row(self, case: Case) -> Row | None:
         """The row of a finished job; None of another."""
-        file = self.path / f"{job.name}.json"
+        file = self.path / f"{case.file}.json"
         return restored(Row, json.loads(file.read_text())) if file.exists() else None
 
-    def finish(self, job: Job, row: Row) -> None:
-        write(self.path / f"{job.name}.json", asdict(row))
+    def finish(self, case: Case, row: Row) -> None:
+        write(self.path / f"{case.file}.json", asdict(row))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import gzip
 import lzma
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,40 +43,17 @@ def test_sequences_and_genes_are_read_from_compressed_files(folder):
     assert genomes.read_gff3(one.gff3) == {"chr1": [Gene(1, 4, "+"), Gene(5, 9, "-")]}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "sentence"),
-    [
-        ("a.fa", "ACGT\n", "is no FASTA: its first line is 'ACGT'"),
-        ("a.fa", "", "is no FASTA: it is empty"),
-        ("a.fa", ">a\nA\n>a\nC\n", "has two sequences called a"),
-        ("a.fa.gz", ">a\nA\n", "cannot be read: Not a gzipped file"),
-        ("a.gff3", "chr1 x gene 1 2\n", "is no GFF3: a line of it is 'chr1 x gene 1 2'"),
-        ("a.gff3", "chr1\tx\tCDS\t1\t2\t.\t+\t0\tID=a\n", "has no feature that is a gene or an mRNA"),
-    ],
-)
-def test_a_file_that_is_something_else_says_so(tmp_path, name, text, sentence):
-    (tmp_path / name).write_text(text)
-    read = genomes.read_gff3 if "gff3" in name else genomes.read_fasta
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        read(tmp_path / name)
-
-
 def test_genes_that_do_not_lie_on_their_genome_and_genomes_that_are_missing_say_so(folder, tmp_path):
     (folder / "far.gff3").write_text("chr1\tx\tgene\t5\t13\t.\t+\t.\tID=a\n")
-    for files, sentence in (
-        (Files("two", folder / "two.fa", folder / "one.gff3.xz"), "has genes on chr1, and .*two.fa has no such"),
-        (Files("one", folder / "one.fasta.gz", folder / "far.gff3"), "has a gene from 5 to 13 on chr1, which has 12"),
+    for fasta, gff3 in (("two.fa", "one.gff3.xz"), ("one.fasta.gz", "far.gff3")):
+        with pytest.raises(ValueError, match=r"has genes on chr1 that do not lie on that sequence of .*" + fasta):
+            genomes.read_genome(Files("one", folder / fasta, folder / gff3), least=1)
+    for call, sentence in (
+        (genomes.installed_genomes, "apt-get install maffilter-examples"),
+        (genomes.genomes_of_folder, "has 0 FASTA files and no genes"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            genomes.read_genome(files, least=1)
-    (tmp_path / "empty").mkdir()
-    for call, place, sentence in (
-        (genomes.installed_genomes, "empty", "apt-get install maffilter-examples"),
-        (genomes.genomes_of_folder, "empty", "has 0 FASTA files and no genes"),
-        (genomes.genomes_of_folder, "nothing", "there is no such folder"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            call(tmp_path / place)
+            call(tmp_path / "nothing")
 
 
 def contigs(number, bases=100, genes=()):
@@ -85,14 +61,13 @@ def contigs(number, bases=100, genes=()):
 
 
 def test_every_fifth_sequence_is_held_out_and_of_few_the_end_with_its_genes():
-    training, held_out = genomes.split("x", contigs(11), least=10)
+    training, held_out = genomes.split(contigs(11), least=10)
     assert [contig.name for contig in held_out] == ["chr5", "chr10"] and len(training) == 9
     genes = [Gene(10, 20, "+"), Gene(75, 85, "+"), Gene(82, 90, "-")]
-    (training,), (held_out,) = genomes.split("x", contigs(1, 100, genes), least=20)
+    (training,), (held_out,) = genomes.split(contigs(1, 100, genes), least=20)
     assert (training.name, len(training.bases), training.genes) == ("chr1:1-80", 80, [Gene(10, 20, "+")])
     assert (held_out.name, held_out.genes) == ("chr1:81-100", [Gene(2, 10, "-")])
-    with pytest.raises(ValueError, match="too few to hold any out"):
-        genomes.split("x", contigs(1), least=60)
+    assert genomes.split(contigs(1), least=60) == ([], [])
 
 
 def test_classes_of_bases_and_back():
@@ -226,7 +201,7 @@ def test_a_quick_run_says_loss_and_f1_of_each_arm_and_takes_genomes_of_a_folder(
     assert main([*command, "dense-64,bigbird-512", *mine, "--json", str(tmp_path / "out.json")]) == 0
     cases, rows = zip(*load(str(tmp_path / "out.json"))[2])
     assert [case.arm for case in cases] == ["dense-64", "bigbird-512"]
-    for row in rows:
+    for (row,) in rows:
         assert set(row.measures) == {"masked_loss", "base_f1", "gene_f1"}
         assert row.measures["masked_loss"] == pytest.approx(row.curve[0].held_out) and row.held_out < 2.5
         assert [point.asked for point in row.curve] == ["masked bases", "genes"]

@@ -11,9 +11,10 @@ from benchmarks.program import main
 from benchmarks.train import documents, documents_texts
 from benchmarks.train.documents_texts import Removal, Text, Wanted, texts_of
 from benchmarks.train.models import REACH, Attention, Classifier, make_bert
-from benchmarks.train.results import Settings
+from benchmarks.train.results import Case
 from ds_sparse.bench.show import load
 
+CASE = Case("documents", "tiny", "fp32", "cpu", True, 64, 1e-3, 512)
 SOURCE = '''#!/usr/bin/env python
 # Copyright the Abacus authors
 
@@ -111,15 +112,14 @@ def test_accuracy_is_that_of_files_and_of_their_first_tokens():
     tokens[:, 0] = 0, 1, 2, 2
     held_out = documents.Documents(tokens, np.array([64, 20, 40, 10]), np.array([0, 1, 2, 0]))
     model, shares = PackageOfFirstToken(), torch.tensor([0.5, 0.25, 0.25])
-    task = documents.Packages(model, 32, held_out, held_out, shares.log(), 64, 0, torch.device("cpu"))
+    task = documents.Packages(model, 32, held_out, held_out, shares.log(), CASE, torch.device("cpu"))
     assert task.unigram() == pytest.approx(1.5 * math.log(2))
     assert task.measures() == pytest.approx({"accuracy": 3 / 4, "macro_f1": (2 / 3 + 1 + 2 / 3) / 3})
     assert model.lengths.tolist() == [32, 10] and task.tokens_per_step == 64
 
 
 def test_padding_says_nothing_of_a_package():
-    settings = Settings("documents", "tiny", "fp32", "cpu", True, 2048, 1e-3, 512)
-    bert = make_bert(Attention("bigbird", 512), settings, torch.zeros(300), 0, torch.device("cpu"))
+    bert = make_bert(Attention("bigbird", 512), CASE, torch.zeros(300), torch.device("cpu"))
     model = Classifier(bert.base_model, torch.zeros(3)).eval()
     tokens = torch.randint(300, (2, 512), generator=torch.Generator().manual_seed(0))
     other = tokens.clone()
@@ -139,7 +139,7 @@ def test_a_quick_run_says_accuracy_of_each_arm(tmp_path, monkeypatch, capsys):
     assert main([*command, "--json", str(tmp_path / "out.json")]) == 0
     cases, rows = zip(*load(str(tmp_path / "out.json"))[2])
     assert [case.arm for case in cases] == arms
-    for row in rows:
+    for (row,) in rows:
         assert set(row.measures) == {"accuracy", "macro_f1"} and row.held_out < 3
         assert list(dict.fromkeys(point.asked for point in row.curve)) == ["masked tokens", "packages"]
     assert main([*command, "--tokens-per-step", "8388608"]) == 1

@@ -3,8 +3,8 @@
 import json
 import re
 import sys
+import time
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,44 +12,34 @@ import torch
 from transformers import AttentionInterface
 
 from benchmarks import running
-from benchmarks.models import attentions, bert, bert_results, modernbert, modernbert_results
+from benchmarks.models import attentions, bert, modernbert, results, steps
 from benchmarks.models.processes import Failure
 from benchmarks.program import main
 from ds_sparse import block_sparse_attention, window_attention
 from ds_sparse.bench.show import load
 
 CPU = torch.device("cpu")
-CASE = bert_results.Case(seq_len=1024, dropout=0.0, dtype="fp32", device="cpu")
+CASE = results.Case(1024, "fp32", "cpu")
 SHORT = replace(CASE, seq_len=64)
-PACKED = modernbert_results.Case(1024, "fp32", "cpu")
 ON_CPU = ("ds_sparse-padded", "sdpa", "sdpa-padded")
 """What of ModernBERT has a backward on a CPU, but for the packed row of ours, of which a test below is."""
 
 
-def wrong_bert(names, dtype="fp32"):
-    return bert.wrong_ones(names, partial(bert.verify, dtype=dtype, device=CPU))
-
-
-def wrong_modernbert(names, dtype="fp32"):
-    modernbert.references.cache_clear()
-    return bert.wrong_ones(names, partial(modernbert.verify, dtype=dtype, device=CPU))
-
-
-def small(layers=2):
-    return modernbert.make_model(PACKED, CPU, num_hidden_layers=layers)
+def small(family=modernbert, name="sdpa"):
+    return steps.model_with(family, name, CASE, CPU)
 
 
 @pytest.mark.slow("verifies and times steps of every attention")
 def test_every_attention_is_measured_or_says_why_not(monkeypatch):
-    monkeypatch.setitem(bert_results.MODEL, "cpu", bert_results.MODEL["cpu"] | {"num_hidden_layers": 1})
-    monkeypatch.setitem(bert_results.TOKENS, "cpu", 1024)
-    rows = {
-        row.attention: row for row in bert.run_case(CASE, attentions.BERT_ATTENTIONS, {}, CPU, repeats=1, seconds=1)
-    }
+    monkeypatch.setitem(bert.MODELS["base"], "cpu", bert.SMALL | {"num_hidden_layers": 1})
+    monkeypatch.setitem(results.TOKENS, "cpu", 1024)
+    found = steps.run_case(bert, CASE, attentions.BERT_ATTENTIONS, {}, CPU, repeats=1, seconds=1)
+    rows = {row.attention: row for row in found}
     assert list(rows) == list(attentions.BERT_ATTENTIONS)
     without = {name: row.reason for name, row in rows.items() if row.reason}
     assert without == dict.fromkeys(attentions.FLEX_IN_BERT, "on a CPU it is forward only")
-    assert all(row.milliseconds > 0 and row.peak_gib is None for name, row in rows.items() if name not in without)
+    for row in (row for name, row in rows.items() if name not in without):
+        assert row.tokens_per_second == pytest.approx(1024e3 / row.milliseconds) and row.peak_gib is None
 
 
 def test_transformers_own_models_have_the_sizes_of_bert_and_their_sparse_attention():
@@ -58,60 +48,88 @@ def test_transformers_own_models_have_the_sizes_of_bert_and_their_sparse_attenti
     assert (of_bert.attention_probs_dropout_prob, of_bert.hidden_dropout_prob) == (0.3, 0.3)
     kinds = {"transformers-longformer": "LongformerSelfAttention", "transformers-bigbird": "BigBirdBlock"}
     for name, kind in kinds.items():
-        model = bert.model_with(name, case, CPU)
+        model = steps.model_with(bert, name, case, CPU)
         sizes = {key: value for key, value in bert.sizes_of(case).items() if key != "max_position_embeddings"}
         assert {key: getattr(model.config, key) for key in sizes} == sizes
         modules = [type(module).__name__ for module in model.modules()]
         assert sum(one.startswith(kind) for one in modules) == of_bert.num_hidden_layers == 4
     with pytest.raises(bert.Unsupported, match="up to 704 tokens it is dense"):
-        bert.model_with("transformers-bigbird", replace(CASE, seq_len=704), CPU)
+        steps.model_with(bert, "transformers-bigbird", replace(CASE, seq_len=704), CPU)
 
 
 @pytest.mark.parametrize(("name", "has"), [("none", False), ("floor", True)])
 def test_without_attention_the_value_is_the_output_and_the_floor_keeps_the_backward_of_query_and_key(name, has):
-    model = bert.model_with(name, SHORT, CPU)
+    model = steps.model_with(bert, name, SHORT, CPU)
     attention = model.bert.encoder.layer[0].attention.self
     hidden = torch.randn(2, 64, model.config.hidden_size)
     torch.testing.assert_close(attention(hidden)[0], attention.value(hidden))
-    bert.loss_of(model, bert.batch(1, 64, model.config.vocab_size, CPU), predicts_all=True).backward()
+    steps.loss_of(model, bert.batch(1, 64, model.config.vocab_size, CPU), predicts_all=True).backward()
     grads = [x.weight.grad is not None for x in (attention.query, attention.key, attention.value)]
     assert grads == [has, has, True]
 
 
-def test_a_whole_step_moves_the_weights_and_leaves_no_gradients():
-    step = bert.make_step("bigbird-16", replace(CASE, whole_step=True, checkpointed=True, predicts_all=False), CPU)
+@pytest.mark.parametrize("family", [bert, modernbert])
+def test_a_whole_step_moves_the_weights_and_leaves_no_gradients(family):
+    case = replace(CASE, whole_step=True, checkpointed=True, predicts_all=False)
+    step = steps.make_step(family, "floor", case, CPU)
     model = step.args[0]
-    before = model.bert.encoder.layer[0].attention.self.query.weight.detach().clone()
+    before = family.queries_of(model).detach().clone()
     step()
-    assert model.is_gradient_checkpointing
-    assert not torch.equal(model.bert.encoder.layer[0].attention.self.query.weight, before)
+    assert model.is_gradient_checkpointing and not torch.equal(family.queries_of(model), before)
     assert all(x.grad is None for x in model.parameters())
 
 
-def test_logits_of_labelled_tokens_give_the_same_loss():
-    model = bert.make_model(SHORT, CPU, num_hidden_layers=1)
-    data = bert.batch(2, 64, model.config.vocab_size, CPU)
-    predicted = []
-    model.cls.register_forward_hook(lambda module, inputs, output: predicted.append(inputs[0].shape[:-1].numel()))
-    of_all, of_labelled = (bert.loss_of(model, data, predicts_all) for predicts_all in (True, False))
-    assert predicted == [2 * 64, len(data.labelled)] and 0 < len(data.labelled) < 64
-    torch.testing.assert_close(of_all, of_labelled)
-    model = small()
-    (part,) = modernbert.pieces_of("floor", PACKED, PACKED.lengths, model.config, CPU)
-    modernbert.switch(model, "floor")
-    torch.testing.assert_close(*(modernbert.loss_of(model, part, predicts_all) for predicts_all in (True, False)))
+@pytest.mark.parametrize("family", [bert, modernbert])
+def test_logits_of_labelled_tokens_give_the_same_loss(family):
+    model = small(family, "floor")
+    (piece,) = family.pieces_of("floor", CASE, model.config, CPU)
+    assert 0 < len(piece.labelled) < 0.4 * piece.labels.numel()
+    torch.testing.assert_close(*(steps.loss_of(model, piece, predicts_all) for predicts_all in (True, False)))
+
+
+def test_steps_are_timed_in_turns_and_what_fails_or_is_slow_is_named(monkeypatch):
+    calls, late = [], []
+
+    def fails():
+        late.append(1)
+        if len(late) > 3:
+            raise RuntimeError("out of memory\nin many lines")
+
+    made = {
+        "none": lambda: calls.append("none"),
+        "floor": lambda: calls.append("floor"),
+        "slow": lambda: time.sleep(0.06),
+        "late": fails,
+    }
+    monkeypatch.setattr(steps, "make_step", lambda family, name, case, device: made[name])
+    found = steps.run_case(bert, CASE, ["slow", "late", "early", "wrong"], {"wrong": "it is wrong"}, CPU, 3, 0.05)
+    rows = {row.attention: row for row in found}
+    # Two each to prepare them, then two a round, one round more than counts.
+    assert calls == ["none"] * 2 + ["floor"] * 2 + (["none"] * 2 + ["floor"] * 2) * 4 and rows["floor"].rounds == 3
+    assert rows["slow"].milliseconds >= 60 and rows["slow"].rounds == 1
+    reasons = {name: row.reason for name, row in rows.items() if row.reason}
+    assert reasons == {"late": "RuntimeError: out of memory", "early": "KeyError: 'early'", "wrong": "it is wrong"}
+    assert len(late) == 4
+
+
+@pytest.mark.parametrize("milliseconds, calls", [(1, 8), (30, 3), (900, 1)])
+def test_a_round_has_more_calls_of_what_is_short(monkeypatch, milliseconds, calls):
+    monkeypatch.setattr(steps, "timed", lambda step, device, calls: calls)
+    assert steps.Measured(lambda: None, results.Row("x", milliseconds=milliseconds)).time(CPU) == calls
 
 
 def test_what_was_slow_or_out_of_memory_is_not_tried_at_longer_lengths(monkeypatch):
-    def rows(case, names, wrong, *_):
+    def rows(family, case, names, wrong, *_):
         times = {"sdpa": 900.0 * case.seq_len / 512, "bigbird-64": 50.0}
-        found = [bert_results.Row(name, ms, rounds=3) for name, ms in times.items() if name not in wrong]
-        found += [bert_results.Row(name, reason=reason) for name, reason in wrong.items()]
-        return [*found, bert_results.Row("eager", reason="OutOfMemoryError: CUDA out of memory.")]
+        found = [results.Row(name, milliseconds=ms, rounds=3) for name, ms in times.items() if name not in wrong]
+        found += [results.Row(name, reason=reason) for name, reason in wrong.items()]
+        return [*found, results.Row("eager", reason="OutOfMemoryError: CUDA out of memory.")]
 
-    monkeypatch.setattr(bert, "run_case", rows)
+    monkeypatch.setattr(steps, "run_case", rows)
+    monkeypatch.setattr(steps, "verify", lambda *_: None)
     grid = [replace(CASE, seq_len=seq_len) for seq_len in (512, 1024, 2048)]
-    last = {row.attention: row for _, rows in bert.results(grid, ["bigbird-64"], {}, CPU, 3, 1.0) for row in rows[:-1]}
+    found = steps.results(bert, grid, ["bigbird-64"], CPU, 3, 1.0)
+    last = {row.attention: row for _, rows in found for row in rows[:-1]}
     assert last["sdpa"].reason == "not tried: a step of 1,024 tokens took 1.8 s" and last["bigbird-64"].milliseconds
     assert last["eager"].reason == "not tried: a shorter sequence ran out of memory"
 
@@ -120,10 +138,10 @@ def test_what_was_slow_or_out_of_memory_is_not_tried_at_longer_lengths(monkeypat
 @pytest.mark.slow("verifies steps of every attention")
 def test_a_wrong_structure_of_bert_is_known(monkeypatch, dtype):
     names = [*attentions.IN_BERT, "bigbird-default-64", "transformers_bigbird-default-64"]
-    assert wrong_bert(names, dtype) == {}, "random blocks are the same at every call"
+    assert steps.wrong_ones(bert, names, dtype, CPU) == {}, "random blocks are the same at every call"
     right = bert.to_token_mask
     monkeypatch.setattr(bert, "to_token_mask", lambda layout, block: right(layout.roll(1, dims=-1), block))
-    wrong = wrong_bert(attentions.IN_BERT, dtype)
+    wrong = steps.wrong_ones(bert, attentions.IN_BERT, dtype, CPU)
     assert list(wrong) == list(attentions.IN_BERT)
     assert all("the gradient of the first layer's query weight has an RMS" in reason for reason in wrong.values())
 
@@ -131,15 +149,13 @@ def test_a_wrong_structure_of_bert_is_known(monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.slow("verifies steps of every attention")
 def test_attentions_on_other_documents_are_known(monkeypatch, dtype):
-    assert wrong_modernbert(["floor", *ON_CPU], dtype) == {}
-    right = modernbert.reference_masks
+    assert steps.wrong_ones(modernbert, ["floor", *ON_CPU], dtype, CPU) == {}
+    right = modernbert.masks
     monkeypatch.setattr(
-        modernbert,
-        "reference_masks",
-        lambda sparse, lengths, *others: right(sparse, [row[::-1] for row in lengths], *others),
+        modernbert, "masks", lambda kind, lengths, *others: right(kind, [row[::-1] for row in lengths], *others)
     )
-    wrong = wrong_modernbert(["floor", *ON_CPU], dtype)
-    assert list(wrong) == list(ON_CPU)
+    wrong = steps.wrong_ones(modernbert, ["ds_sparse-padded", "sdpa-padded"], dtype, CPU)
+    assert list(wrong) == ["ds_sparse-padded", "sdpa-padded"]
     assert all("the gradient of the first layer's query weight has an RMS" in reason for reason in wrong.values())
 
 
@@ -151,7 +167,7 @@ def test_the_flat_row_says_where_documents_are(monkeypatch, name):
     layout = structure.make_bool_layout(1024) if name == "ds_sparse" else torch.ones(16, 16, dtype=torch.bool)
 
     def by_edges(module, query, key, value, mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, sliding_window, **_):
-        assert mask is None and cu_seq_lens_q is cu_seq_lens_k and max_length_q == cu_seq_lens_q.diff().max()
+        assert mask is None and max_length_q == cu_seq_lens_q.diff().max()
         if sliding_window is None:
             output = block_sparse_attention(query, key, value, layout, block=64, cu_seqlens=cu_seq_lens_q)
         else:
@@ -160,48 +176,44 @@ def test_the_flat_row_says_where_documents_are(monkeypatch, name):
 
     AttentionInterface.register("by_edges", by_edges)
     monkeypatch.setattr(modernbert, "switch", lambda model, name: model.set_attn_implementation("by_edges"))
-    modernbert.verify(name, "fp32", CPU)
+    steps.verify(modernbert, name, "fp32", CPU)
     other = {"ds_sparse": "flash_attention_4", "flash_attention_4": "ds_sparse"}[name]
     with pytest.raises(ArithmeticError, match=f"{other}: the gradient"):
-        modernbert.verify(other, "fp32", CPU)
+        steps.verify(modernbert, other, "fp32", CPU)
     right = modernbert.cu_seqlens_of
     monkeypatch.setattr(modernbert, "cu_seqlens_of", lambda lengths, device: right(lengths[::-1], device))
     with pytest.raises(ArithmeticError, match=f"{name}: the gradient"):
-        modernbert.verify(name, "fp32", CPU)
+        steps.verify(modernbert, name, "fp32", CPU)
 
 
 def test_every_form_has_the_same_documents():
-    config, lengths = small().config, PACKED.lengths
-    flat = [length for row in lengths for length in row]
-    (of_row,) = modernbert.pieces_of("ds_sparse", PACKED, lengths, config, CPU)
-    (of_rows,) = modernbert.pieces_of("sdpa", PACKED, lengths, config, CPU)
-    padded = modernbert.pieces_of("sdpa-padded", PACKED, lengths, config, CPU)
+    model = small(name="sdpa")
+    flat = [length for row in CASE.documents for length in row]
+    (of_row,), (of_rows,), padded = (
+        modernbert.pieces_of(name, CASE, model.config, CPU) for name in ("ds_sparse", "sdpa", "sdpa-padded")
+    )
     inputs = of_row.inputs
     assert inputs["input_ids"].shape == (1, 2048) and of_rows.inputs["input_ids"].shape == (2, 1024)
     assert torch.equal(inputs["input_ids"].view(2, 1024), of_rows.inputs["input_ids"])
     assert inputs["cu_seq_lens_q"].diff().tolist() == flat and inputs["cu_seq_lens_q"].dtype == torch.int32
     assert inputs["max_length_q"] == inputs["max_length_k"] == max(flat)
+    again = of_row.anew(CPU).inputs["cu_seq_lens_q"]
+    assert again is not inputs["cu_seq_lens_q"] and torch.equal(again, inputs["cu_seq_lens_q"])
     exists = [part.inputs["attention_mask"].bool() for part in padded]
     assert [n for part in exists for n in part.sum(1).tolist()] == flat
     for what in (lambda part: part.inputs["input_ids"], lambda part: part.labels):
         together = [what(part)[there] for part, there in zip(padded, exists, strict=True)]
         assert torch.equal(torch.cat(together), what(of_row)[0])
-    model = small()
-    modernbert.switch(model, "sdpa")
-    losses = [
-        sum(modernbert.share_of_loss(model, part, pieces, True).item() for part in pieces)
-        for pieces in ([of_rows], padded)
-    ]
+    losses = [sum(steps.share_of_loss(model, x, pieces, True).item() for x in pieces) for pieces in ([of_rows], padded)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_padded_batches_keep_the_order_and_end_where_they_would_be_too_large():
-    case = replace(PACKED, seq_len=8192, device="cuda")
-    batches = case.padded_batches
-    assert [length for batch in batches for length in batch] == [length for row in case.lengths for length in row]
-    assert all(len(batch) * max(batch) <= case.tokens for batch in batches)
-    for batch, after in pairwise(batches):
-        assert (len(batch) + 1) * max(*batch, after[0]) > case.tokens
+    flat = [length for row in results.Case(8192, "bf16", "cuda").documents for length in row]
+    batches = modernbert.padded_batches(flat, 32768)
+    assert [length for batch in batches for length in batch] == flat
+    assert all(len(batch) * max(batch) <= 32768 for batch in batches)
+    assert all((len(one) + 1) * max(*one, after[0]) > 32768 for one, after in pairwise(batches))
 
 
 def test_masks_of_rows_by_hand():
@@ -213,32 +225,15 @@ def test_masks_of_rows_by_hand():
     assert near[0, 0].int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
 
 
-def test_indices_are_made_anew_in_every_step_of_modernbert(monkeypatch):
-    seen = []
-    right = modernbert.loss_of
-    monkeypatch.setattr(
-        modernbert, "loss_of", lambda model, part, *rest: seen.append(part) or right(model, part, *rest)
-    )
-    step = modernbert.make_step("floor", PACKED, CPU)
-    model, pieces = step.args[:2]
-    pieces[0].inputs["cu_seq_lens_q"] = torch.tensor([0, 1024], dtype=torch.int32)
-    monkeypatch.setattr(modernbert, "loss_of", lambda model, part, _: seen.append(part) or model.decoder.weight.sum())
-    before = model.decoder.weight.detach().clone()
-    step(), step()
-    first, second = (part.inputs["cu_seq_lens_q"] for part in seen)
-    assert first is not second and torch.equal(first, second)
-    assert not torch.equal(model.decoder.weight, before) and all(x.grad is None for x in model.parameters())
-
-
 @pytest.mark.parametrize("version", [2, 4])
 def test_flash_attention_that_is_not_there_is_not_asked_for_elsewhere(monkeypatch, version):
     check, package = f"is_flash_attn_{version}_available", {2: "flash-attn", 4: "flash-attn-4"}[version]
     monkeypatch.setattr(modernbert.import_utils, check, lambda: False)
     with pytest.raises(modernbert.Unsupported, match=f"Transformers finds no {package} here"):
-        modernbert.switch(small(), f"flash_attention_{version}")
+        small(name=f"flash_attention_{version}")
     monkeypatch.delattr(modernbert.import_utils, check)
     with pytest.raises(modernbert.Unsupported, match=f"does not know FlashAttention-{version}"):
-        modernbert.switch(small(), f"flash_attention_{version}")
+        small(name=f"flash_attention_{version}")
 
 
 COMMANDS = {
@@ -259,7 +254,8 @@ def test_a_command_prints_a_table_and_writes_the_rows(tmp_path, printed_again, a
     written = json.loads(path.read_text())
     assert [(row["seq_len"], row["attention"]) for row in written["rows"]] == COMMANDS[arguments]
     assert {row["predicts_all"] for row in written["rows"]} == {False} and written["transformers"]
-    assert "labelled tokens predicted" in printed_again(path)
+    assert {row.get("rows") or row["batch"] for row in written["rows"]} <= {1, 2}
+    assert "logits of labelled tokens alone" in printed_again(path)
 
 
 @pytest.mark.slow("verifies and times steps")
@@ -299,14 +295,14 @@ def test_without_transformers_it_says_what_to_install(monkeypatch, capsys, opera
 
 
 def test_the_longest_sequence_is_looked_for_attention_by_attention(monkeypatch, tmp_path):
-    def results_of(work, arguments, waits, *_):
-        ((name, case, _),) = arguments
+    def result_of(work, arguments, seconds, preload):
+        ((_, name, case, _),) = arguments
         peak = case.seq_len / (400 if name == "eager" else 40_000)
-        small = peak <= 100
-        yield bert_results.Row(name, 1500.0, peak, 1) if small else Failure("OutOfMemoryError: CUDA out of memory.")
+        fits = results.Row(name, milliseconds=1500.0, peak_gib=peak, rounds=1)
+        return fits if peak <= 100 else Failure("OutOfMemoryError: CUDA out of memory.")
 
     properties = type("Properties", (), {"total_memory": 100 * 2**30})
-    monkeypatch.setattr(bert, "results_of", results_of)
+    monkeypatch.setattr(steps, "result_of", result_of)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     about = dict.fromkeys(("machine", "torch", "commit", "date"), "")
@@ -316,27 +312,26 @@ def test_the_longest_sequence_is_looked_for_attention_by_attention(monkeypatch, 
     assert main(arguments.split()) == 0
     printed = json.loads(path.read_text())["rows"]
     assert {row["batch"] for row in printed} == {1} and [row["seq_len"] for row in printed][:2] == [4096, 8192]
-    last = [line for lines in bert_results.report(load(str(path))[2]) for line in lines][-2:]
+    last = [line for lines in results.report(load(str(path))[2]) for line in lines][-2:]
     tokens = [int(re.search(r": ([\d,]+) tokens;", line)[1].replace(",", "")) for line in last]
     assert 37_000 < tokens[0] <= 40_000 and 3_700_000 < tokens[1] <= 4_000_000
-    assert last[1].startswith("the longest that fits, bigbird-64, dropout 0, bf16, labelled tokens predicted:")
+    assert last[1].startswith("the longest that fits, bigbird-64, bf16, logits of labelled tokens alone:")
 
 
 @pytest.mark.slow("starts a process that trains a step")
 def test_a_try_is_a_step_in_a_process_of_its_own():
     case = replace(CASE, seq_len=0, whole_step=True, is_try=True)
-    tried, row = bert.attempt("bigbird-64", case, CPU, 1024, 60)
+    tried, row = steps.attempt(bert, "bigbird-64", case, CPU, 1024, 60)
     assert (tried.seq_len, tried.batch) == (1024, 1) and row.attention == "bigbird-64" and row.milliseconds > 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_peak_memory_is_that_of_one_model_and_its_step():
-    device, case = torch.device("cuda"), bert_results.Case(seq_len=2048, dropout=0.0, dtype="bf16", device="cuda")
-
     def peak(*names):
-        rows = {row.attention: row for row in bert.run_case(case, names, {}, device, repeats=3, seconds=1)}
-        return rows["bigbird-64"].peak_gib
+        case = results.Case(2048, "bf16", "cuda")
+        rows = steps.run_case(bert, case, names, {}, torch.device("cuda"), repeats=3, seconds=1)
+        return next(row.peak_gib for row in rows if row.attention == "bigbird-64")
 
     # Parameters and gradients of BERT-base alone are 0.4 GiB.
     assert 0.4 < peak("bigbird-64") == pytest.approx(peak("sdpa", "bigbird-64"), rel=0.1)

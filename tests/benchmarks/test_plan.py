@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.models import bert_results
+from benchmarks.models import bert
+from benchmarks.models import results as models
 from benchmarks.plan import committed
 from benchmarks.plan.proof import compared, compared_modernbert, compared_on_several, compared_training
 from ds_sparse import load_config
@@ -105,10 +106,10 @@ def test_the_rest_of_a_training_step_is_the_mean_of_what_is_left(steps, rates):
 
 
 def test_the_model_of_bert_steps_is_that_of_the_bench():
-    for device, sizes in bert_results.MODEL.items():
+    for device, sizes in bert.MODELS["base"].items():
         model = fitting.bert_model(device)
         own = {"num_hidden_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
         own |= {"intermediate_size": model.intermediate, "vocab_size": model.vocabulary}
         assert sizes.items() <= own.items()
-    assert fitting.LABELLED == bert_results.LABELLED
-    assert {2: bert_results.TOKENS["cuda"], 4: bert_results.TOKENS["cpu"]} == limits.TOKENS_MEASURED
+    assert models.LABELLED["bert"] == fitting.LABELLED
+    assert {2: models.TOKENS["cuda"], 4: models.TOKENS["cpu"]} == limits.TOKENS_MEASURED

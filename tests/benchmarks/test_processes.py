@@ -1,35 +1,34 @@
 """Work in processes: apart from other tests, as each process imports what its work is in."""
 
-import queue
-from types import SimpleNamespace
+import os
+import time
 
 import pytest
 
-from benchmarks.models.processes import FORKSERVER, Failure, next_result, results_of
-from benchmarks.models.reasons import took_too_long
+from benchmarks.models.processes import Failure, result_of
 
 
-def count(number):
-    """Work in a process: counts up, and fails at 2."""
-    for i in range(number):
-        if i == 2:
-            raise RuntimeError("two is too many")
-        print("not among the results")
-        yield i
+def work(number):
+    """Work in a process: 0 comes late, 2 fails, 3 ends without a word."""
+    print("not the result")
+    if number == 2:
+        raise RuntimeError("two is too many")
+    if number == 3:
+        os._exit(9)
+    time.sleep(0 if number else 60)
+    return number
 
 
-def test_results_come_one_by_one_until_one_fails():
-    found = list(results_of(count, [(3,), (1,)], [60] * 5, FORKSERVER))
-    assert found == [0, 1, Failure("RuntimeError: two is too many")]
-
-
-def test_no_more_results_are_waited_for_than_asked_for():
-    assert list(results_of(count, [(2,)], [60], FORKSERVER)) == [0]
-
-
-@pytest.mark.slow("starts a process with torch")
-def test_a_process_that_ends_without_a_word_is_named():
-    broken, done = SimpleNamespace(exitcode=-9), SimpleNamespace(exitcode=0)
-    assert next_result(queue.Queue(), [done, broken], 60) == Failure("a process ended with status -9")
-    # One that is done has nothing more to say than the first, which may still be at work.
-    assert took_too_long(next_result(queue.Queue(), [done], 0.1).reason)
+@pytest.mark.slow("starts processes with torch")
+@pytest.mark.parametrize(
+    ("numbers", "seconds", "found"),
+    [
+        ([1, 4], 60, 1),
+        ([2], 60, Failure("RuntimeError: two is too many")),
+        ([0, 2], 60, Failure("RuntimeError: two is too many")),
+        ([0, 3], 60, Failure("a process ended with status 9")),
+        ([0], 2, Failure("no result within 2 seconds")),
+    ],
+)
+def test_a_result_is_that_of_the_first_or_says_why_there_is_none(numbers, seconds, found):
+    assert result_of(work, [(number,) for number in numbers], seconds, __name__) == found

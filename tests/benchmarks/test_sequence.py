@@ -1,4 +1,4 @@
-"""Steps on several ranks, the search for the longest sequence, processes, and where time and memory of a step go."""
+"""Steps on several ranks, the search for the longest sequence, and where time and memory of a step go."""
 
 import json
 from dataclasses import replace
@@ -8,24 +8,19 @@ import pytest
 import torch
 
 from benchmarks.commands.sequence import OPERATION
-from benchmarks.models import longest_sequence, sequence, sequence_rank, sequence_results, step_profile
+from benchmarks.models import results, search, sequence, sequence_rank, step_profile
 from benchmarks.models.bert import batch
-from benchmarks.models.longest_sequence import Bracket
-from benchmarks.models.reasons import no_result_within
-from benchmarks.models.sequence_rank import MemoryMeter, Task
-from benchmarks.models.sequence_results import ALONE, CHECKPOINTED, DATA, KEPT, OFFLOADED, SEQUENCE, Case, Row
+from benchmarks.models.results import ALONE, CHECKPOINTED, DATA, KEPT, OFFLOADED, SEQUENCE, Case, Row
+from benchmarks.models.search import Bracket
+from benchmarks.models.sequence_rank import MemoryMeter
 from benchmarks.models.step_profile import ATTENTION, EXCHANGE, IDLE, OPTIMIZER, OTHER, REDUCTION
 from benchmarks.program import main
 from ds_sparse.bench.machine import GIB
 
 CPU = torch.device("cpu")
-CASE = Case(512, "bigbird-64", "fp32", "cpu", 2)
+CASE = Case(512, "fp32", "cpu", structure="bigbird-64", zero_stage=2)
 SAVING = "--activations offloaded --tiles 2"
-TIMED = Row(1, ALONE, 100.0, 5120.0, loss=7.0, gradient_norm=2.0, rounds=3)
-
-
-def task(case=CASE, parallel=SEQUENCE, alone=None):
-    return Task(case, 1 if parallel == ALONE else 2, parallel, 3, 1.0, 1, alone)
+TIMED = Row(milliseconds=100.0, tokens_per_second=5120.0, loss=7.0, gradient_norm=2.0, rounds=3)
 
 
 @pytest.mark.slow("trains on one rank, then on two")
@@ -34,7 +29,7 @@ def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     arguments = f"{SAVING} --seq-len 512 --tokens 1100 --repeats 1 --seconds 1 --json {path}"
     assert main(["sequence", *arguments.split()]) == 0
     written = json.loads(path.read_text())
-    rows = [OPERATION.restore([row])[0][1][0] for row in written["rows"]]
+    ((_, rows),) = OPERATION.restore(written["rows"])
     assert [(row.ranks, row.parallel) for row in rows] == [(1, ALONE), (2, DATA), (2, SEQUENCE)]
     alone, data, shared = rows
     assert data.loss == pytest.approx(alone.loss, rel=1e-5) and data.loss_alone == alone.loss
@@ -46,8 +41,8 @@ def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     assert shared.profile["attention"] > 0 and shared.profile["all-to-all"] > 0
     assert alone.profile["all-to-all"] == 0 and alone.profile["optimizer"] > 0
     printed = printed_again(path)
-    assert "512 tokens, 2 ranks, 2 sequences that they share; bigbird-64, fp32, ZeRO 2" in printed
-    assert "activations offloaded, 2 tiles, up to 1,100 tokens a pass or one sequence" in " ".join(printed.split())
+    assert "2 sequences of 512 tokens, bigbird-64, fp32, ZeRO 2, activations offloaded, 2 tiles, up to 1,100" in printed
+    assert "2 ranks, 2 sequences that they share, time: attention" in " ".join(printed.split())
     assert written["deepspeed"] and written["transformers"]
 
 
@@ -69,108 +64,84 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(capsys, argumen
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    sequence.require_gpus(2, 60, torch.device("cuda"))
+    sequence.require_gpus(2, torch.device("cuda"))
     with pytest.raises(ValueError, match="--ranks 4: torch finds 2 GPUs"):
-        sequence.require_gpus(4, 0, torch.device("cuda"))
+        sequence.require_gpus(4, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("loss", "norm", "wrong"), [(7.01, 2.0, "the loss is 7.01"), (7.0, 1.0, "the norm")])
 def test_a_shared_sequence_with_another_loss_or_gradient_is_not_timed(loss, norm, wrong):
-    found = Row(2, SEQUENCE, loss=loss, gradient_norm=norm)
+    found = Row(ranks=2, parallel=SEQUENCE, loss=loss, gradient_norm=norm)
     with pytest.raises(ArithmeticError, match=wrong):
         sequence_rank.compared(found, TIMED, "fp32")
     right = sequence_rank.compared(replace(found, loss=7.0, gradient_norm=2.0), TIMED, "fp32")
     assert (right.loss_alone, right.gradient_norm_alone) == (7.0, 2.0)
 
 
-def rows_without_processes(monkeypatch, found):
-    """Has `rows_of` find these rows, by number of ranks, parallel and length."""
-
-    def measured(tasks, device):
-        for one in tasks:
-            row = found[one.ranks, one.parallel, one.case.seq_len]
-            yield one, row
-            if row.reason:
-                return
-
-    monkeypatch.setattr(sequence, "until_one_fails", measured)
-
-
-def compared(lengths):
-    cases = [replace(CASE, seq_len=length) for length in lengths]
-    return list(sequence.Comparison(cases, [2], [DATA, SEQUENCE], 3, 1.0).results(CPU))
-
-
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory."
 
 
-def test_the_longest_is_looked_for_from_what_was_measured_on(monkeypatch):
-    def measured(tasks, device):
-        for one in tasks:
-            peak = one.case.seq_len / 100
-            reason = OUT_OF_MEMORY if peak > 100 else ""
-            yield one, replace(TIMED, peak_gib=None if reason else peak, reason=reason, is_try=one.only_tries)
+@pytest.fixture
+def compared(monkeypatch):
+    """compared(row_of, lengths): what is measured where `row_of(ranks, parallel, length)` has the rows."""
 
-    monkeypatch.setattr(sequence, "until_one_fails", measured)
+    def compare(row_of, lengths, ranks=2, longest=0):
+        def measured(task, device):
+            row = row_of(task.ranks, task.parallel, task.case.seq_len)
+            return replace(row, ranks=task.ranks, parallel=task.parallel)
+
+        monkeypatch.setattr(sequence, "row_of", measured)
+        cases = [replace(CASE, seq_len=length) for length in lengths]
+        found = sequence.results(cases, [ranks], [DATA, SEQUENCE], 3, 1.0, longest, CPU)
+        return [(case, row) for case, rows in found for row in rows]
+
+    return compare
+
+
+def test_the_longest_is_looked_for_from_what_was_measured_on(monkeypatch, compared):
+    def row_of(ranks, parallel, length):
+        peak = length / 100
+        return Row(reason=OUT_OF_MEMORY) if peak > 100 else replace(TIMED, peak_gib=peak)
+
     properties = SimpleNamespace(total_memory=100 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cases = [replace(CASE, seq_len=length) for length in (1024, 2048)]
-    found = list(sequence.Comparison(cases, [1], [DATA], 3, 1.0, longest=60).results(CPU))
-    assert [(case.seq_len, row.is_try) for case, row in found[:2]] == [(1024, False), (2048, False)]
-    assert found[2][0].seq_len == 8192 and all(row.is_try for _, row in found[2:])
-    ((case, _, failed),) = sequence_results.longest_of(found)
+    found = compared(row_of, [1024, 2048], ranks=1, longest=60)
+    assert [(case.seq_len, case.is_try) for case, row in found[:2]] == [(1024, False), (2048, False)]
+    assert found[2][0].seq_len == 8192 and all(case.is_try for case, _ in found[2:])
+    ((case, _, failed),) = results.longest_of([(case, [row]) for case, row in found])
     assert case.seq_len <= 10_000 <= failed <= case.seq_len * 17 / 16 + 1024
 
 
-def test_lengths_that_one_rank_does_not_hold_are_shared_after_shorter_ones_were_right(monkeypatch):
-    shared = Row(2, SEQUENCE, 60.0, 8533.0, loss=7.0, rounds=3)
-    found = {
-        (1, ALONE, 512): TIMED,
-        (1, ALONE, 1024): Row(1, ALONE, reason=OUT_OF_MEMORY),
-        (2, DATA, 512): replace(TIMED, ranks=2, parallel=DATA, loss_alone=7.0),
-        (2, SEQUENCE, 512): replace(shared, loss_alone=7.0),
-        (2, SEQUENCE, 1024): shared,
-    }
-    rows_without_processes(monkeypatch, found)
-    rows = {(row.ranks, row.parallel, case.seq_len): row for case, row in compared([512, 1024])}
-    assert rows[2, DATA, 1024].reason == sequence.NOT_HELD
-    assert rows[2, SEQUENCE, 1024] == shared and rows[2, SEQUENCE, 512].efficiency == pytest.approx(100 / 120, 1e-3)
-    rows = {(row.parallel, case.seq_len): row for case, row in compared([1024])}
+def test_lengths_that_one_rank_does_not_hold_are_shared_after_shorter_ones_were_right(compared):
+    def row_of(ranks, parallel, length):
+        if ranks == 1:
+            return TIMED if length == 512 else Row(reason=OUT_OF_MEMORY)
+        return replace(TIMED, milliseconds=60.0, tokens_per_second=8533.0, loss_alone=7.0 if length == 512 else None)
+
+    rows = {(row.ranks, row.parallel, case.seq_len): row for case, row in compared(row_of, [512, 1024, 2048])}
+    assert rows[2, DATA, 1024].reason == sequence.NOT_HELD and not rows[2, SEQUENCE, 1024].reason
+    assert rows[2, SEQUENCE, 512].efficiency == pytest.approx(100 / 120, 1e-3)
+    assert rows[1, ALONE, 1024].reason == OUT_OF_MEMORY and rows[1, ALONE, 2048].reason == sequence.TOO_LONG
+    rows = {(row.parallel, case.seq_len): row for case, row in compared(row_of, [1024])}
     assert rows[SEQUENCE, 1024].reason == sequence.UNVERIFIED
 
 
 @pytest.mark.parametrize(("reason", "status"), [(OUT_OF_MEMORY, 0), ("ArithmeticError: the loss is nan", 1)])
 def test_what_does_not_fit_is_a_row_like_others_and_what_fails_is_a_failure(monkeypatch, capsys, reason, status):
-    found = {
-        (1, ALONE, 512): TIMED,
-        (1, ALONE, 1024): Row(1, ALONE, reason=reason),
-        (2, SEQUENCE, 512): replace(TIMED, ranks=2, parallel=SEQUENCE, loss_alone=7.0),
-        (2, SEQUENCE, 1024): replace(TIMED, ranks=2, parallel=SEQUENCE),
-        (2, DATA, 512): replace(TIMED, ranks=2, parallel=DATA, loss_alone=7.0),
-    }
-    rows_without_processes(monkeypatch, found)
-    assert main("sequence --seq-len 512,1024".split()) == status
-    assert f"no time: {reason}" in capsys.readouterr().out
+    monkeypatch.setattr(sequence, "row_of", lambda task, device: Row(ranks=task.ranks, reason=reason))
+    assert main("sequence --seq-len 512".split()) == status
+    assert f"1 rank: no time: {reason}" in capsys.readouterr().out
 
 
 def test_a_pass_has_as_many_sequences_as_fit_and_one_at_least():
-    assert [replace(CASE, tokens=tokens).sequences for tokens in (0, 511, 1023, 1024, 5000)] == [1, 1, 1, 2, 9]
-
-
-def test_after_one_that_does_not_fit_no_longer_one_is_tried(monkeypatch):
-    failed = Row(2, SEQUENCE, reason=OUT_OF_MEMORY)
-    rows_without_processes(monkeypatch, {(2, SEQUENCE, 512): failed, (2, DATA, 512): TIMED, (2, DATA, 1024): TIMED})
-    tasks = [task(replace(CASE, seq_len=length), way) for length in (512, 1024) for way in (SEQUENCE, DATA)]
-    found = list(sequence.rows_of(tasks, CPU))
-    assert [row.reason for one, row in found if one.parallel == DATA] == ["", ""]
-    assert [row.reason for one, row in found if one.parallel == SEQUENCE] == [OUT_OF_MEMORY, sequence.TOO_LONG]
+    assert [replace(CASE, tokens=tokens).batch for tokens in (0, 511, 1023, 1024, 5000)] == [1, 1, 1, 2, 9]
 
 
 def gradients(case):
     model = sequence_rank.make_model(case, CPU)
     data = batch(1, case.seq_len, model.config.vocab_size, CPU)
     with sequence_rank.saved(case):
-        loss = model(input_ids=data.tokens, labels=data.labels).loss
+        loss = model(**data.inputs, labels=data.labels).loss
     loss.backward()
     return loss.item(), [parameter.grad for parameter in model.parameters()]
 
@@ -188,12 +159,12 @@ def test_what_saves_memory_changes_no_gradient(change):
 def test_the_loss_is_that_of_transformers():
     model = sequence_rank.make_model(CASE, CPU)
     data = batch(1, CASE.seq_len, model.config.vocab_size, CPU)
-    of_all = super(type(model), model).forward(input_ids=data.tokens, labels=data.labels).loss
-    torch.testing.assert_close(model(input_ids=data.tokens, labels=data.labels).loss, of_all)
+    of_all = super(type(model), model).forward(**data.inputs, labels=data.labels).loss
+    torch.testing.assert_close(model(**data.inputs, labels=data.labels).loss, of_all)
     assert CASE.activations == KEPT
 
 
-LONG = Case(2**18, "bigbird-64", "bf16", "cuda", 2)
+LONG = Case(2**18, "bf16", "cuda", structure="bigbird-64", zero_stage=2)
 ROOM = 139.0
 
 
@@ -204,11 +175,10 @@ def looked_for(peak_of, measured=(2**18, 2**19), seconds=60, first=None):
     def attempt(seq_len, left):
         assert 0 < left <= seconds
         peak = peak_of(seq_len)
-        reason = "" if peak <= ROOM else "OutOfMemoryError: CUDA out of memory."
-        fitted = {} if reason else {"milliseconds": 1.0, "peak_gib": peak}
-        return replace(LONG, seq_len=seq_len), Row(1, ALONE, reason=reason, is_try=True, **fitted)
+        row = Row(milliseconds=1.0, peak_gib=peak) if peak <= ROOM else Row(reason=OUT_OF_MEMORY)
+        return replace(LONG, seq_len=seq_len, is_try=True), row
 
-    tried = longest_sequence.tries(bracket, attempt, seconds)
+    tried = search.tries(bracket, attempt, seconds)
     return [case.seq_len if row.milliseconds else -case.seq_len for case, row in tried]
 
 
@@ -240,30 +210,27 @@ def test_where_nothing_is_known_it_begins_with_a_length_and_halves_what_does_not
 
 
 def test_what_takes_too_long_ends_the_search_and_is_not_too_long_a_sequence():
-    slow = Row(1, ALONE, reason=no_result_within(20), is_try=True)
+    slow = Row(reason=f"{results.NO_RESULT} 20 seconds")
     bracket = Bracket(ROOM, {2**18: 10.0})
-    tried = list(longest_sequence.tries(bracket, lambda seq_len, left: (replace(LONG, seq_len=seq_len), slow), 60))
-    assert [case.seq_len for case, _ in tried] == [2**19]
-    fitted = LONG, Row(1, ALONE, 10.0, peak_gib=10.0)
-    (longest,) = longest_sequence.longest_of([fitted, *tried], lambda row: row.ranks).values()
-    assert longest == (*fitted, None)
+    attempt = lambda seq_len, left: (replace(LONG, seq_len=seq_len, is_try=True), slow)  # noqa: E731
+    ((case, row),) = search.tries(bracket, attempt, 60)
+    fitted = Row(milliseconds=10.0, peak_gib=10.0)
+    (longest,) = results.longest_of([(LONG, [fitted]), (case, [row])])
+    assert case.seq_len == 2**19 and longest == (LONG, fitted, None)
 
 
 def test_the_longest_is_said_with_the_shortest_that_did_not_fit():
     rows = [
-        (LONG, Row(1, ALONE, 10.0, 1.0, loss=1.0, peak_gib=9.0)),
-        (replace(LONG, seq_len=2**20), Row(1, ALONE, 40.0, 1.0, loss=1.0, is_try=True)),
-        (replace(LONG, seq_len=2**21), Row(1, ALONE, reason="out of memory", is_try=True)),
-        (LONG, Row(2, "sequence", 5.0, 2.0, loss=1.0)),
+        (LONG, Row(milliseconds=10.0, tokens_per_second=1.0, loss=1.0, peak_gib=9.0)),
+        (replace(LONG, seq_len=2**20, is_try=True), Row(milliseconds=40.0)),
+        (replace(LONG, seq_len=2**21, is_try=True), Row(reason="out of memory")),
+        (LONG, Row(ranks=2, parallel=SEQUENCE, milliseconds=5.0)),
     ]
-    ((case, row, failed),) = sequence_results.longest_of(rows)
-    assert (case.seq_len, row.milliseconds, failed) == (2**20, 40.0, 2**21)
-    printed = [list(lines) for lines in sequence_results.report((case, [row]) for case, row in rows)]
-    assert printed[-1] == [
+    (said,) = [list(lines) for lines in results.report((case, [row]) for case, row in rows)][-1]
+    assert said == (
         "the longest that fits, 1 rank, bigbird-64, bf16, ZeRO 2, activations kept: at least 1,048,576 tokens, where "
         "the search's time was over; 2,097,152 do not fit"
-    ]
-    assert len(printed[-2]) == 3  # a heading, and what was no try
+    )
 
 
 class Allocator:
@@ -306,8 +273,7 @@ def test_spans_inside_of_others_count_for_both(allocator):
 
 
 def test_memory_of_a_step_is_named_by_what_takes_it(allocator):
-    case = Case(512, "bigbird-64", "fp32", "cpu", 2)
-    model = sequence_rank.make_model(case, CPU)
+    model = sequence_rank.make_model(CASE, CPU)
     allocator.hold(4)
 
     class Engine:
@@ -325,10 +291,10 @@ def test_memory_of_a_step_is_named_by_what_takes_it(allocator):
         layer.register_forward_hook(lambda *_: allocator.hold(1))
     model.cls.register_forward_hook(lambda *_: allocator.touch(2))
     data = batch(1, 512, model.config.vocab_size, CPU)
-    found = sequence_rank.memory_of(Engine(), data, case, CPU)
+    found = sequence_rank.memory_of(Engine(), data, CASE, CPU)
     assert found.pop("parameters") + found.pop("optimizer states and buffers") == pytest.approx(4)
     assert found == {"activations kept": 2, "attention": 0.25, "loss": 2, "backward": 5, "step": 0.5}
-    model(input_ids=data.tokens, labels=data.labels)  # its hooks are gone
+    model(**data.inputs, labels=data.labels)  # its hooks are gone
 
 
 def event(name, start, duration, category="kernel"):

@@ -26,12 +26,12 @@ from benchmarks.train.masked import (
     unigram_cross_entropy,
 )
 from benchmarks.train.models import Attention, Neighbours, make_bert
-from benchmarks.train.results import Budget, Job, Settings
-from benchmarks.train.trainer import Folder, Phase, Task, Training, schedule, steps_of, stops
+from benchmarks.train.results import Case
+from benchmarks.train.trainer import Folder, Task, Training, schedule, steps_of, stops
 
 CPU = torch.device("cpu")
-JOB = Job("dense-10", 3, Budget(tokens=400))
-QUICK = Settings("quality", "tiny", "fp32", "cpu", True, 1024, 2e-3, 512)
+JOB = Case("toy", "tiny", "fp32", "cpu", True, 10, 1e-2, 10, arm="dense-10", seed=3, tokens=400)
+QUICK = Case("quality", "tiny", "fp32", "cpu", True, 1024, 2e-3, 512)
 TOKENS = np.random.default_rng(1).integers(0, 90, (6, 64)).astype(np.uint16)
 MASK = 99
 
@@ -63,25 +63,21 @@ class Toy(Task):
         return 4.0
 
 
-def training(job=JOB):
-    return Training(Settings("toy", "tiny", "fp32", "cpu", True, 10, 1e-2, 10), job, CPU)
-
-
 def test_a_job_learns_and_says_how():
-    row = training().run([Phase(1.0, lambda before: Toy())])
+    row = Training(JOB, CPU).run([Toy])
     assert [point.tokens for point in row.curve] == list(range(40, 401, 40))
     assert row.held_out == row.curve[-1].held_out < row.curve[0].held_out
     assert all(a.seconds < b.seconds for a, b in itertools.pairwise(row.curve))
     assert row.tokens_per_second == pytest.approx(400 / row.curve[-1].seconds)
     assert row.milliseconds == pytest.approx(row.curve[-1].seconds / 40 * 1e3)
     assert row.wall_seconds > row.curve[-1].seconds and row.parameters == 49
-    assert row.weights == training().run([Phase(1.0, lambda before: Toy())]).weights, "the same of a seed"
+    assert row.weights == Training(JOB, CPU).run([Toy]).weights, "the same of a seed"
 
 
 def test_a_second_phase_has_the_model_of_the_first():
     given = []
-    phases = [Phase(0.5, lambda before: Toy()), Phase(0.5, lambda before: given.append(before) or Toy(before))]
-    assert len(training().run(phases).curve) == 10
+    phases = [Toy, lambda before: given.append(before) or Toy(before)]
+    assert len(Training(JOB, CPU).run(phases).curve) == 10
     assert isinstance(given[0], nn.Sequential)
 
 
@@ -90,7 +86,7 @@ def test_steps_that_are_tried_leave_no_trace(monkeypatch):
     monkeypatch.setattr(trainer, "TRIED_SECONDS", 0.1)
     task = Toy()
     before = {name: x.clone() for name, x in task.model.state_dict().items()}
-    assert training(replace(JOB, budget=Budget(minutes=1.0))).try_steps(task) > 0 and len(task.trained) > 3
+    assert Training(replace(JOB, tokens=0, minutes=1.0), CPU).try_steps(task) > 0 and len(task.trained) > 3
     assert all(torch.equal(x, before[name]) for name, x in task.model.state_dict().items())
 
 
@@ -100,12 +96,12 @@ def test_a_loss_that_is_no_number_is_an_error():
             return math.nan
 
     with pytest.raises(ArithmeticError, match="the held-out loss is nan after 40 tokens"):
-        training().run([Phase(1.0, lambda before: Lost())])
+        Training(JOB, CPU).run([Lost])
 
 
 def test_budgets_evaluations_and_learning_rates_are_numbers_of_steps():
-    assert steps_of(Budget(tokens=1000), 0.5, 10, step_seconds=99.0) == 50
-    assert steps_of(Budget(minutes=2.0), 0.5, 10, step_seconds=0.5) == 120
+    assert steps_of(replace(JOB, tokens=1000), 0.5, 10, step_seconds=99.0) == 50
+    assert steps_of(replace(JOB, tokens=0, minutes=2.0), 0.5, 10, step_seconds=0.5) == 120
     assert stops(40, 10) == list(range(4, 41, 4)) and stops(3, 10) == [1, 2, 3]
     rates = [schedule(step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
@@ -124,7 +120,8 @@ def test_every_length_trains_on_the_same_tokens_masked_at_the_same_places():
         base_model = property(lambda self: self)
 
     for length in (64, 16):
-        task = MaskedTask(Model(), length, TOKENS, TOKENS[:2], torch.zeros(90), MASK, 128, 7, CPU)
+        case = replace(QUICK, tokens_per_step=128, seed=7)
+        task = MaskedTask(Model(), length, TOKENS, TOKENS[:2], torch.zeros(90), MASK, case, CPU)
         for call in (lambda task=task: task.loss(4), task.evaluate):
             with pytest.raises(KeyError):
                 call()
@@ -133,7 +130,7 @@ def test_every_length_trains_on_the_same_tokens_masked_at_the_same_places():
     assert not torch.equal(seen[0], seen[1])
     masked = masked_places((2, 64), 3, 5)
     batch = make_batch(TOKENS[:2], masked, MASK, 64)
-    assert torch.equal(batch.tokens == MASK, torch.from_numpy(masked))
+    assert torch.equal(batch.inputs["input_ids"] == MASK, torch.from_numpy(masked))
     assert torch.equal(batch.labels.flatten()[batch.labelled], torch.from_numpy(TOKENS[:2].astype(np.int64)[masked]))
     assert masked_places((100, 100), 1, 2).mean() == pytest.approx(MASKED, abs=0.02)
 
@@ -161,7 +158,7 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall():
 
 def test_a_new_model_has_neighbours_in_its_embeddings_and_begins_with_the_frequencies():
     frequencies = log_frequencies([np.repeat(5, 1000)], 8)
-    model = make_bert(Attention("bigbird", 128), QUICK, frequencies, 0, CPU)
+    model = make_bert(Attention("bigbird", 128), QUICK, frequencies, CPU)
     assert (model(input_ids=torch.randint(8, (2, 128))).logits.argmax(-1) == 5).all()
     module = model.bert.embeddings.neighbours
     assert isinstance(module, Neighbours)
@@ -217,13 +214,12 @@ def test_pieces_are_the_bytes_of_the_text():
 
 
 def test_a_continued_arm_begins_with_the_dense_weights(prepared):
-    phases = quality.phases(QUICK, prepared / "data", "continued-bslongformer-512", 0, CPU)
-    first = phases[0].make(None)
+    make, make_longer = quality.phases(replace(QUICK, arm="continued-bslongformer-512"), prepared / "data", CPU)
+    first = make(None)
     positions = first.model.bert.embeddings.position_embeddings.weight.clone()
-    second = phases[1].make(first.model)
+    second = make_longer(first.model)
     longer = second.model.bert.embeddings.position_embeddings.weight
     assert torch.equal(longer, positions.repeat(8, 1)) and (first.length, second.length) == (64, 512)
-    assert [phase.share for phase in phases] == [0.5, 0.5]
 
 
 @pytest.mark.slow("trains every arm")
@@ -233,9 +229,9 @@ def test_a_quick_run_compares_arms_and_trains_none_of_them_again(folder, tmp_pat
     printed = printed_again(path)
     rows = rows_of(path)
     assert [row["curve"][-1]["tokens"] for row in rows.values()] == [4096] * 3
-    (line,) = (line for line in printed.splitlines() if line.startswith("bigbird-512  "))
-    assert f"{rows['bigbird-512']['held_out'] / rows['dense-512']['held_out']:.4f}" in line.split()
-    assert "far_loss: dense-64 " in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("`bigbird-512`"))
+    assert f"{rows['bigbird-512']['held_out'] / rows['dense-512']['held_out']:.3f}" in line.split()
+    assert "far loss" in printed
     monkeypatch.setattr(MaskedTask, "loss", lambda *_: pytest.fail("trains"))
     assert run(folder, "--json", path, *arms) == 0 and rows_of(path) == rows
 
@@ -243,7 +239,7 @@ def test_a_quick_run_compares_arms_and_trains_none_of_them_again(folder, tmp_pat
 def test_jobs_of_another_process_and_after_the_time_are_not_trained(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(MaskedTask, "loss", lambda *_: pytest.fail("trains"))
     path = tmp_path / "rows.json"
-    with Folder(folder, QUICK).claimed(Job("dense-64", 0, Budget(tokens=4096))) as mine:
+    with Folder(folder, QUICK).claimed(replace(QUICK, arm="dense-64", tokens=4096)) as mine:
         assert mine
         arms = "--arms", "dense-64,dense-512,dense-64"  # given twice, trained once
         assert run(folder, "--stop-after", 0, *arms, "--json", path) == 0

@@ -1,25 +1,15 @@
-"""The longest sequence that a step fits into memory with: which lengths are tried, and what they say."""
+"""The longest sequence that a step fits into memory with: which lengths are tried."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.models.reasons import took_too_long
+from benchmarks.models.results import LENGTHS, NO_RESULT, WITHIN, Case, Row, is_near
 from ds_sparse.bench.machine import GIB
-
-Tried = tuple[Any, Any]
-"""A case that has `seq_len`, and its row, which has `peak_gib` and `reason`."""
-
-WITHIN = 1 / 16
-"""Part of the longest length by which the shortest that does not fit is longer, at most."""
-
-LENGTHS = 1024
-"""Lengths are multiples of this."""
 
 SPARED = 0.05
 """Part of the memory that is not aimed at, and as much again after each length that did not fit."""
@@ -85,7 +75,9 @@ def require_gpu(device: torch.device) -> None:
         raise ValueError("--longest: a CPU's memory is not filled by trying; measure on a GPU, with --device cuda.")
 
 
-def tries(bracket: Bracket, attempt: Callable[[int, float], Tried], seconds: float) -> Iterator[Tried]:
+def tries(
+    bracket: Bracket, attempt: Callable[[int, float], tuple[Case, Row]], seconds: float
+) -> Iterator[tuple[Case, Row]]:
     """Looks for the longest sequence; no try begins after so many seconds, or after one that took too long.
 
     Args:
@@ -96,59 +88,6 @@ def tries(bracket: Bracket, attempt: Callable[[int, float], Tried], seconds: flo
     while (length := bracket.next_length()) is not None and (left := begin + seconds - time.monotonic()) > 0:
         case, row = attempt(length, left)
         yield case, row
-        if took_too_long(row.reason):
+        if row.reason.startswith(NO_RESULT):
             return
         bracket.add(length, row.peak_gib)
-
-
-def is_near(longest: int, failed: int | None) -> bool:
-    """True if no length between one that fits and one that does not is worth a try."""
-    return failed is not None and failed <= longest * (1 + WITHIN) + LENGTHS
-
-
-class Longest(NamedTuple):
-    """The longest sequence that fits, and the shortest that does not; None where none was found that does not."""
-
-    case: Any
-    row: Any
-    failed: int | None
-
-    @property
-    def is_known(self) -> bool:
-        """False where longer ones were left to try."""
-        return is_near(self.case.seq_len, self.failed)
-
-    @property
-    def at_least(self) -> str:
-        """Words before its length, and before all that follows from it."""
-        return "" if self.is_known else "at least "
-
-    @property
-    def tokens(self) -> str:
-        return f"{self.at_least}{self.case.seq_len:,}"
-
-    @property
-    def said(self) -> str:
-        """The length in words, with how the search ended."""
-        ended = "" if self.is_known else ", where the search's time was over"
-        return f"{self.tokens} tokens{ended}" + ("" if self.failed is None else f"; {self.failed:,} do not fit")
-
-
-def of_any_length(case: Any) -> Any:
-    """The settings that cases share which differ in length alone."""
-    return replace(case, seq_len=0)
-
-
-def longest_of(tried: Iterable[Tried], key: Callable[[Any], Any]) -> dict[tuple[Any, Any], Longest]:
-    """The longest sequence of rows of the same key, in cases that differ in length alone, by what they share; of none
-    where nothing fits."""
-    groups: dict[tuple[Any, Any], list[Tried]] = {}
-    for case, row in tried:
-        groups.setdefault((of_any_length(case), key(row)), []).append((case, row))
-    found = {}
-    for shared, pairs in groups.items():
-        failed = [case.seq_len for case, row in pairs if row.reason and not took_too_long(row.reason)]
-        fitted = [(case, row) for case, row in pairs if not row.reason]
-        if fitted:
-            found[shared] = Longest(*max(fitted, key=lambda one: one[0].seq_len), min(failed, default=None))
-    return found
