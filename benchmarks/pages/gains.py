@@ -4,9 +4,8 @@ import base64
 import io
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -72,10 +71,10 @@ def several_axes(columns: int, heights: Sequence[float]) -> tuple[Figure, Any]:
     return figure, plots
 
 
-def draw_speed() -> Figure:
+def draw_speed(runs: Sequence[str]) -> Figure:
     """Tokens a second against the length of a sequence."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    for case, rows in results_of(LENGTHS):
+    for case, rows in results_of(runs):
         for row in rows:
             if not row.reason:
                 speed = case.batch * case.seq_len / row.milliseconds * 1e3
@@ -126,8 +125,8 @@ def draw_longest(runs: Sequence[str]) -> Figure:
     return draw_bars(bars, bar_colours(bars), label, least=least)
 
 
-def draw_packed() -> Figure:
-    ((_, rows),) = results_of([MODERNBERT])
+def draw_packed(runs: Sequence[str]) -> Figure:
+    ((_, rows),) = results_of(runs)
     bars = {row.attention: row.tokens_per_second for row in rows if not row.reason}
     return draw_bars(bars, bar_colours(bars), "tokens a second")
 
@@ -209,58 +208,60 @@ def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
 
 
 def train_tables(runs: Sequence[str]) -> str:
-    return "\n\n".join(table.in_markdown() for table in train_results.tables_of(trained(runs)).values() if table.rows)
+    return "\n\n".join(table.in_markdown() for table in train_results.tables_of(trained(runs)).values())
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture of runs; `about` is its text for who does not see it, `below` makes what stands under it."""
+class Picture(NamedTuple):
+    """A picture of runs; `about` is its text for who does not see it, `below` makes tables of the runs under it."""
 
     runs: Sequence[str]
-    draw: Callable[[], Figure]
+    draw: Callable[[Sequence[str]], Figure]
     about: str
-    below: Callable[[], str] = lambda: ""
-
-
-def curves(runs: Sequence[str], about: str, has_tables: bool = True) -> Picture:
-    """Held-out losses of a training run, with the tables of its arms."""
-    return Picture(runs, partial(draw_curves, runs), about, partial(train_tables, runs) if has_tables else lambda: "")
-
-
-def measure(runs: Sequence[str], name: str, label: str, about: str) -> Picture:
-    """A measure of the arms of a training run, with their tables."""
-    return Picture(runs, partial(draw_measure, runs, name, label), about, partial(train_tables, runs))
-
-
-def longest(runs: Sequence[str], about: str) -> Picture:
-    return Picture(runs, partial(draw_longest, runs), f"The longest sequence{about}")
+    below: Callable[[Sequence[str]], str] = lambda runs: ""
 
 
 GAINS = {
     "speed": Picture(LENGTHS, draw_speed, "Tokens a second of a step of BERT-base against the length, by attention"),
-    "longest": longest(LONGEST, " that fits, by attention; dashed where the search ended by its time"),
-    "longest_large": longest(LARGE_LONGEST, " of BERT-large that fits; as long for dense attention as for bigbird-64"),
-    "quality": curves(
-        QUALITY, "Held-out loss against tokens and against seconds, by arm; below it each seed at the end"
+    "longest": Picture(
+        LONGEST, draw_longest, "The longest sequence that fits, by attention; dashed where the search ended by its time"
     ),
-    "structures": curves(
-        STRUCTURES, "Held-out loss of other structures, and of a dense model that goes on with 4,096 tokens"
+    "longest_large": Picture(
+        LARGE_LONGEST,
+        draw_longest,
+        "The longest sequence of BERT-large that fits; as long for dense attention as for bigbird-64",
     ),
-    "longer": curves(LONGER, "Held-out loss with sequences of 16,384 tokens"),
-    "dna": measure(DNA, "gene_f1", "F1 of genes on held-out sequences, percent", "F1 of genes that are found, by arm"),
-    "dna_losses": curves(
-        DNA, "Held-out loss of masked bases, then of genes, against seconds, by arm", has_tables=False
+    "quality": Picture(
+        QUALITY,
+        draw_curves,
+        "Held-out loss against tokens and against seconds, by arm; below it each seed at the end",
+        train_tables,
     ),
-    "documents": measure(
+    "structures": Picture(
+        STRUCTURES,
+        draw_curves,
+        "Held-out loss of other structures, and of a dense model that goes on with 4,096 tokens",
+        train_tables,
+    ),
+    "longer": Picture(LONGER, draw_curves, "Held-out loss with sequences of 16,384 tokens", train_tables),
+    "dna": Picture(
+        DNA,
+        partial(draw_measure, measure="gene_f1", label="F1 of genes on held-out sequences, percent"),
+        "F1 of genes that are found, by arm",
+        train_tables,
+    ),
+    "dna_losses": Picture(DNA, draw_curves, "Held-out loss of masked bases, then of genes, against seconds, by arm"),
+    "documents": Picture(
         DOCUMENTS,
-        "macro_f1",
-        "macro F1 of packages on held-out files, percent",
+        partial(draw_measure, measure="macro_f1", label="macro F1 of packages on held-out files, percent"),
         "Macro F1 of packages that source files belong to, by arm",
+        train_tables,
     ),
-    "documents_losses": curves(
-        DOCUMENTS, "Held-out loss of masked tokens, then of packages, against seconds, by arm", has_tables=False
+    "documents_losses": Picture(
+        DOCUMENTS, draw_curves, "Held-out loss of masked tokens, then of packages, against seconds, by arm"
     ),
-    "documents_minute": curves(DOCUMENTS_IN_A_MINUTE, "The same losses in one minute, with more arms"),
+    "documents_minute": Picture(
+        DOCUMENTS_IN_A_MINUTE, draw_curves, "The same losses in one minute, with more arms", train_tables
+    ),
     "packed": Picture([MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }
 
@@ -268,7 +269,7 @@ GAINS = {
 def shown(name: str) -> str:
     """A picture with the tables and runs that belong to it."""
     gain = GAINS[name]
-    parts = (image(gain.draw(), gain.about), gain.below(), sources(list(gain.runs)))
+    parts = (image(gain.draw(gain.runs), gain.about), gain.below(gain.runs), sources(list(gain.runs)))
     return "\n\n".join(part for part in parts if part)
 
 

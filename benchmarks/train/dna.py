@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from ds_sparse.tools.extras import optional_imports
 
@@ -44,9 +42,9 @@ from .genomes import (
     read_genome,
     write_genome,
 )
-from .masked import MASKED, Found, log_frequencies, unigram_cross_entropy
 from .models import Attention, Classifier, attention_of, make_model, require_attention
 from .results import DENSE, MODELS, Case
+from .tasks import IGNORED, MASKED, Batch, Found, TokenTask, hidden, log_frequencies
 from .trainer import Phase, Task
 
 with optional_imports():
@@ -60,9 +58,6 @@ LEAST_WINDOW = 2
 
 ROPE_THETA = 10_000.0
 """The slowest of the rotary angles has then a period of about 63,000 bases."""
-
-IGNORED = -100
-"""The label of a base that is not predicted."""
 
 STRETCHES = 8
 """Most stretches in the held-out loss of genomes with known genes, and of others, spread evenly."""
@@ -80,9 +75,6 @@ OTHER_STRAND = np.array([OUTSIDE, REVERSE, FORWARD, BOTH], np.uint8)
 """Tokens and classes to those of the same base read on the other strand."""
 
 TRAINING, HELD_OUT = "training", "held_out"
-
-Batch = tuple[np.ndarray, np.ndarray]
-"""Tokens that a model gets, and a label for each, `IGNORED` where none is asked for."""
 
 
 def default_arms(case: Case) -> list[str]:
@@ -167,8 +159,7 @@ def reverse_complement(bases: np.ndarray, labels: np.ndarray) -> tuple[np.ndarra
 
 def masked(bases: np.ndarray, generator: np.random.Generator) -> Batch:
     """Hides the part `MASKED` of known bases, and asks for them."""
-    hidden = (generator.random(bases.shape) < MASKED) & (bases > N)
-    return np.where(hidden, np.uint8(MASK), bases), np.where(hidden, bases.astype(np.int64), IGNORED)
+    return hidden(bases, (generator.random(bases.shape) < MASKED) & (bases > N), MASK)
 
 
 def class_labels(labels: np.ndarray) -> np.ndarray:
@@ -190,107 +181,23 @@ def stretches(sequences: Sequence[Contig], length: int, is_annotated: bool) -> B
     return tuple(np.array(some, np.uint8).reshape(-1, length) for some in of)
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """Cuts pieces of `Case.document_tokens` bases to the sequences that an arm sees.
-
-    Attributes:
-        window: bases of a sequence; it divides the pieces.
-        per_step: bases of a step.
-    """
-
-    window: int
-    per_step: int
-    device: torch.device
-
-    def cut(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sequences, int64 (sequences, window) on the device, as many at a time as a step has."""
-        parts = (torch.from_numpy(part.astype(np.int64)).reshape(-1, self.window) for part in batch)
-        for tokens, labels in zip(*(part.split(self.per_step // self.window) for part in parts), strict=True):
-            yield tokens.to(self.device), labels.to(self.device)
-
-
-class BaseTask(Task):
-    """Something that is asked of bases.
-
-    Args:
-        held_out: what is asked of those that are held out.
-        frequencies: of labels in training, by `log_frequencies`.
-        seed: numbers from which what is drawn follows.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        sequences: Sequences,
-        windows: Windows,
-        held_out: Batch,
-        frequencies: Tensor,
-        seed: Sequence[int],
-    ) -> None:
-        self.model: Any = model
-        self.sequences, self.windows = sequences, windows
-        self.held_out, self.frequencies, self.seed = held_out, frequencies, seed
-        self.tokens_per_step = sequences.per_step
-
-    @abstractmethod
-    def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
-        """Inputs and labels of bases of these classes."""
-
-    @abstractmethod
-    def logits(self, tokens: Tensor) -> Tensor:
-        """(sequences, bases, what a base may be)."""
-
-    def loss(self, step: int) -> Tensor:
-        generator = np.random.default_rng([*self.seed, step])
-        drawn = self.windows.drawn(self.sequences.per_step // self.windows.length, generator)
-        ((tokens, labels),) = self.sequences.cut(self.batch_of(*drawn, generator))
-        return loss_of(self.logits(tokens), labels)
-
-    def evaluate(self) -> float:
-        losses = [loss_of(self.logits(tokens), labels, "sum") for tokens, labels in self.sequences.cut(self.held_out)]
-        return float(torch.stack(losses).sum()) / int((self.held_out[1] != IGNORED).sum())
-
-    def unigram(self) -> float:
-        labels = self.held_out[1]
-        return unigram_cross_entropy(self.frequencies, labels[labels != IGNORED])
-
-
-class MaskedBases(BaseTask):
-    """Task: name hidden bases."""
-
-    asked = "masked bases"
-
-    def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
-        return masked(bases, generator)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=tokens).logits
-        return logits
+class MaskedBases(TokenTask):
+    """Names hidden bases."""
 
     def measures(self) -> dict[str, float]:
         return {"masked_loss": self.evaluate()}
 
 
-class Genes(BaseTask):
-    """Task: say of each base whether it is in a gene, introns too, and on which strand.
+class Genes(TokenTask):
+    """Says of each base whether it is in a gene, introns too, and on which strand.
 
     Args:
         known: the held-out sequences whose genes are known, whole.
     """
 
-    asked = "genes"
-    model: Classifier
-
     def __init__(self, *arguments: Any, known: Sequence[Contig]) -> None:
         super().__init__(*arguments)
         self.known = known
-
-    def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
-        return bases, class_labels(labels)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        return self.model.of_tokens(tokens)
 
     def measures(self) -> dict[str, float]:
         """F1 of bases and of genes, over all sequences together."""
@@ -303,18 +210,12 @@ class Genes(BaseTask):
 
     def predicted(self, bases: np.ndarray) -> np.ndarray:
         """The class of each base of a whole sequence."""
-        window = self.sequences.window
-        starts = window_starts(len(bases), window)
-        windows = np.stack([bases[start : start + window] for start in starts])
-        said = [self.logits(tokens).argmax(-1).byte().cpu() for tokens, _ in self.sequences.cut((windows, windows))]
-        own = owned(starts, window, len(bases))
-        classes = zip(torch.cat(said).numpy(), starts, own, strict=True)
+        starts = window_starts(len(bases), self.length)
+        windows = np.stack([bases[start : start + self.length] for start in starts])
+        said = [logits.argmax(-1).byte().cpu() for logits, _ in self.answers((windows, windows))]
+        own = owned(starts, self.length, len(bases))
+        classes = zip(torch.cat(said).view(-1, self.length).numpy(), starts, own, strict=True)
         return np.concatenate([of_window[a - start : b - start] for of_window, start, (a, b) in classes])
-
-
-def loss_of(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross entropy, nats, of the bases that have a label."""
-    return cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
 def genes_in(labels: np.ndarray) -> list[Gene]:
@@ -389,20 +290,28 @@ def phases(case: Case, data: Path, device: torch.device) -> list[Phase]:
 def make_task(case: Case, data: Path, device: torch.device, before: Any) -> Task:
     """Masked bases with a new model, then genes with the encoder of that one."""
     attention, length = attention_of(case.arm), case.document_tokens
-    sequences = Sequences(attention.length, case.tokens_per_step, device)
     training, held_out = read(data, TRAINING), read(data, HELD_OUT)
     bases, labels = stretches(held_out, length, True)
+    windows = Windows([one for one in training if before is None or one.is_annotated], length)
+
+    def drawn(step: int) -> Batch:
+        generator = np.random.default_rng([case.seed, int(before is not None), step])
+        some, of = windows.drawn(case.tokens_per_step // length, generator)
+        return masked(some, generator) if before is None else (some, class_labels(of))
+
     if before is None:
         every = np.concatenate([bases, stretches(held_out, length, False)[0]])
-        of_bases = log_frequencies((one.bases[one.bases > N] for one in training), VOCABULARY)
-        model = make_masked(attention, case, of_bases, device)
+        frequencies = log_frequencies((one.bases[one.bases > N] for one in training), VOCABULARY)
+        model = make_masked(attention, case, frequencies, device)
         asked = masked(every, np.random.default_rng(0))  # the same for every arm and seed
-        return MaskedBases(model, sequences, Windows(training, length), asked, of_bases, [case.seed, 0])
-    windows = Windows([one for one in training if one.is_annotated], length)
-    of_classes = log_frequencies((one.labels[one.labels != BOTH] for one in windows.sequences), CLASSES)
+        parts = model, model.base_model, model.cls
+        return MaskedBases("masked bases", *parts, attention.length, drawn, asked, frequencies, case, device)
+    frequencies = log_frequencies((one.labels[one.labels != BOTH] for one in windows.sequences), CLASSES)
+    model = Classifier(before.base_model, frequencies)
+    asked = bases, class_labels(labels)
     known = [one for one in held_out if one.is_annotated]
-    model = Classifier(before.base_model, of_classes)
-    return Genes(model, sequences, windows, (bases, class_labels(labels)), of_classes, [case.seed, 1], known=known)
+    parts = model, model.encoder, model.classes
+    return Genes("genes", *parts, attention.length, drawn, asked, frequencies, case, device, known=known)
 
 
 def make_masked(attention: Attention, case: Case, frequencies: Tensor, device: torch.device) -> NomicBertForMaskedLM:

@@ -15,9 +15,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from .documents_texts import Text, Wanted, installed_sources, texts_of
-from .masked import MaskedTask, Rows, log_frequencies, macro_f1, unigram_cross_entropy
 from .models import Classifier, attention_of, make_bert, require_attention
 from .results import Case
+from .tasks import (
+    Rows,
+    TokenTask,
+    hidden,
+    log_frequencies,
+    macro_f1,
+    masked_places,
+    masked_task,
+    unigram_cross_entropy,
+)
 from .texts import encoded, trained_tokenizer, vocabulary_of
 from .trainer import Phase, Task
 
@@ -168,7 +177,8 @@ def make_task(case: Case, data: Path, device: torch.device, before: Any) -> Task
         of_tokens = log_frequencies([rows], size)
         model = make_bert(attention, case, of_tokens, device)
         some = of_held_out[:: -(-len(of_held_out) // MASKED_ROWS)]
-        return MaskedTask(model, attention.length, rows, some, of_tokens, size - 1, case, device)
+        asked = hidden(some, masked_places(some.shape, 0), size - 1)
+        return masked_task(TokenTask, model, attention.length, rows, asked, of_tokens, size - 1, case, device)
     of_packages = log_frequencies([training.packages], len(json.loads((data / "packages.json").read_text())))
     return Packages(
         Classifier(before.base_model, of_packages), attention.length, training, held_out, of_packages, case, device

@@ -167,11 +167,6 @@ class Classifier(nn.Module):
         self.classes = nn.Linear(encoder.config.hidden_size, len(frequencies), device=encoder.device)
         give_frequencies(self.classes, frequencies)
 
-    def of_tokens(self, input_ids: Tensor) -> Tensor:
-        """Logits (sequences, tokens, classes) of int64 tokens (sequences, tokens)."""
-        logits: Tensor = self.classes(self.encoder(input_ids=input_ids).last_hidden_state)
-        return logits
-
     def of_sequences(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """Logits (sequences, classes) from the mean over tokens, of which each sequence has so many."""
         mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]

@@ -16,7 +16,6 @@ from torch import nn
 from ds_sparse.models.sparse_attention_utils import SparseAttentionUtils
 
 from . import texts
-from .masked import MaskedTask, log_frequencies
 from .models import (
     SHORT,
     Attention,
@@ -28,6 +27,7 @@ from .models import (
     short_of,
 )
 from .results import DENSE, Case
+from .tasks import IGNORED, TokenTask, hidden, log_frequencies, masked_places, masked_task
 from .trainer import Phase, Task
 
 HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**20, 2**13
@@ -122,18 +122,16 @@ def far_tokens(ids: np.ndarray, pieces: Sequence[bytes], distance: int) -> np.nd
     return far & np.array([WORD.search(part) is not None for part in parts], dtype=bool)
 
 
-class QualityTask(MaskedTask):
-    """Masks all that can be known from afar alone in what is held out, so that no part of a name gives the rest
-    away.
+class QualityTask(TokenTask):
+    """Says what is known from afar.
 
     Args:
-        far: bool as held_out, which tokens those are.
+        far: bool as held_out, which tokens are known from afar alone.
     """
 
     def __init__(self, *arguments: Any, far: np.ndarray) -> None:
         super().__init__(*arguments)
-        self.held_out_masked |= far
-        self.far = torch.from_numpy(far[self.held_out_masked])
+        self.far = torch.from_numpy(far[self.held_out[1] != IGNORED])
 
     def measures(self) -> dict[str, float]:
         losses, right = self.predictions()
@@ -162,4 +160,7 @@ def make_task(case: Case, data: Path, device: torch.device, attention: Attention
     else:
         model = SparseAttentionUtils.extend_position_embedding(before, attention.length)
         give_attention(model, attention.kind, case)
-    return QualityTask(model, attention.length, train, held_out, frequencies, size - 1, case, device, far=far)
+    # All that can be known from afar is hidden, so that no part of a name gives the rest away.
+    asked = hidden(held_out, masked_places(held_out.shape, 0) | far, size - 1)
+    fixed = train, asked, frequencies, size - 1, case, device
+    return masked_task(QualityTask, model, attention.length, *fixed, far=far)

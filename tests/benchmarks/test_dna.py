@@ -12,6 +12,7 @@ from benchmarks.program import main
 from benchmarks.train import dna, genomes
 from benchmarks.train.dna import Windows, stretches
 from benchmarks.train.genomes import BOTH, FORWARD, OUTSIDE, REVERSE, A, C, Contig, Files, G, Gene, N, T
+from benchmarks.train.results import Case
 from ds_sparse.bench.show import load
 
 FASTA = ">Species:chr1:1:+:12\nACGTac\nnryTTT\n>chr2 rest of the line\nGG\n"
@@ -154,12 +155,12 @@ def test_held_out_stretches_are_of_genomes_with_known_genes_and_of_others():
     assert stretches(sequences[:1], 100, False)[0].shape == (0, 100)
 
 
-class ClassOfBase(torch.nn.Module):
-    """Says that C is in a gene on "+" and G in one on "-"."""
-
-    def of_tokens(self, input_ids):
-        classes = (input_ids == C) * FORWARD + (input_ids == G) * REVERSE
-        return torch.nn.functional.one_hot(classes, genomes.CLASSES).float()
+def task_of(kind, logits, window, held_out, **more):
+    """A task whose model gives each base its row of `logits`, in whichever window."""
+    encoder = lambda input_ids: SimpleNamespace(last_hidden_state=logits[input_ids])  # noqa: E731
+    case = Case("dna", "tiny", "fp32", "cpu", True, 1024, 1e-3, 512)
+    head = torch.nn.Identity()
+    return kind("bases", head, encoder, head, window, lambda step: held_out, held_out, EVEN, case, CPU, **more)
 
 
 def test_genes_are_found_over_whole_sequences():
@@ -167,30 +168,20 @@ def test_genes_are_found_over_whole_sequences():
     bases[300:900], bases[2000:2400], bases[4000:5003] = C, G, C
     genes = [Gene(300, 900, "+"), Gene(2000, 2400, "-"), Gene(3000, 3500, "-"), Gene(4000, 5003, "+")]
     one = Contig("a", bases, genes, True)
-    sequences = dna.Sequences(window=64, per_step=512, device=CPU)
-    held_out = stretches([one], 512, True)
-    task = dna.Genes(ClassOfBase(), sequences, Windows([one], 512), held_out, EVEN, [0], known=[one])
+    of_bases = torch.eye(3)[[{C: FORWARD, G: REVERSE}.get(base, OUTSIDE) for base in range(genomes.VOCABULARY)]]
+    task = task_of(dna.Genes, of_bases, 64, stretches([one], 512, True), known=[one])
     assert (task.predicted(bases) == np.where(bases == A, OUTSIDE, np.where(bases == C, FORWARD, REVERSE))).all()
     assert task.measures() == pytest.approx({"base_f1": 2 * 2003 / (2003 + 2503), "gene_f1": 2 * 3 / 7})
 
 
-class OfEachBase(torch.nn.Module):
-    """Logits of a base that follow from it, in whichever window."""
-
-    def forward(self, input_ids):
-        table = torch.randn(genomes.VOCABULARY, genomes.VOCABULARY, generator=torch.Generator().manual_seed(0))
-        return SimpleNamespace(logits=table[input_ids])
-
-
 def test_all_lengths_are_asked_for_the_same_bases():
-    one = annotated(5000)
-    held_out = dna.masked(stretches([one], 512, True)[0], np.random.default_rng(0))
-    losses = []
-    for window in (64, 512):
-        sequences = dna.Sequences(window, per_step=1024, device=CPU)
-        task = dna.MaskedBases(OfEachBase(), sequences, Windows([one], 512), held_out, EVEN, [0])
-        losses.append((float(task.loss(3)), task.evaluate()))
-    assert losses[0] == pytest.approx(losses[1]) and losses[0][0] != pytest.approx(losses[0][1])
+    held_out = dna.masked(stretches([annotated(5000)], 512, True)[0][:2], np.random.default_rng(0))
+    logits = torch.randn(genomes.VOCABULARY, genomes.VOCABULARY, generator=torch.Generator().manual_seed(0))
+    short, long = (task_of(dna.MaskedBases, logits, window, held_out) for window in (64, 512))
+    assert short.evaluate() == pytest.approx(long.evaluate()) == pytest.approx(float(short.loss(3)))
+    labels = held_out[1][held_out[1] != dna.IGNORED]
+    expected = torch.nn.functional.cross_entropy(logits[genomes.MASK].expand(len(labels), -1), torch.tensor(labels))
+    assert long.evaluate() == pytest.approx(float(expected))
 
 
 @pytest.mark.slow("trains every arm")

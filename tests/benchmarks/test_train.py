@@ -14,19 +14,21 @@ from torch.nn.functional import conv1d
 
 from benchmarks.program import main
 from benchmarks.train import quality, texts, trainer
-from benchmarks.train.masked import (
-    MASKED,
-    Found,
-    MaskedTask,
-    Rows,
-    log_frequencies,
-    macro_f1,
-    make_batch,
-    masked_places,
-    unigram_cross_entropy,
-)
 from benchmarks.train.models import Attention, Neighbours, make_bert
 from benchmarks.train.results import Case
+from benchmarks.train.tasks import (
+    IGNORED,
+    MASKED,
+    Found,
+    Rows,
+    TokenTask,
+    hidden,
+    log_frequencies,
+    macro_f1,
+    masked_places,
+    masked_task,
+    unigram_cross_entropy,
+)
 from benchmarks.train.trainer import Folder, Task, Training, schedule, steps_of, stops
 
 CPU = torch.device("cpu")
@@ -113,25 +115,27 @@ def test_every_length_trains_on_the_same_tokens_masked_at_the_same_places():
     seen = []
 
     class Model(nn.Module):
+        cls = None
+        base_model = property(lambda self: self)
+
         def forward(self, input_ids):
             seen.append(input_ids)
             raise KeyError
 
-        base_model = property(lambda self: self)
-
+    masked = masked_places((2, 64), 3, 5)
+    tokens, labels = hidden(TOKENS[:2], masked, MASK)
+    assert ((tokens == MASK) == masked).all() and (labels[masked] == TOKENS[:2][masked]).all()
+    assert (tokens[~masked] == TOKENS[:2][~masked]).all() and (labels[~masked] == IGNORED).all()
     for length in (64, 16):
         case = replace(QUICK, tokens_per_step=128, seed=7)
-        task = MaskedTask(Model(), length, TOKENS, TOKENS[:2], torch.zeros(90), MASK, case, CPU)
+        fixed = TOKENS, (tokens, labels), torch.zeros(90), MASK, case, CPU
+        task = masked_task(TokenTask, Model(), length, *fixed)
         for call in (lambda task=task: task.loss(4), task.evaluate):
             with pytest.raises(KeyError):
                 call()
     assert [x.shape for x in seen] == [(2, 64), (2, 64), (8, 16), (8, 16)]
     assert torch.equal(seen[0].flatten(), seen[2].flatten()) and torch.equal(seen[1].flatten(), seen[3].flatten())
     assert not torch.equal(seen[0], seen[1])
-    masked = masked_places((2, 64), 3, 5)
-    batch = make_batch(TOKENS[:2], masked, MASK, 64)
-    assert torch.equal(batch.inputs["input_ids"] == MASK, torch.from_numpy(masked))
-    assert torch.equal(batch.labels.flatten()[batch.labelled], torch.from_numpy(TOKENS[:2].astype(np.int64)[masked]))
     assert masked_places((100, 100), 1, 2).mean() == pytest.approx(MASKED, abs=0.02)
 
 
@@ -232,12 +236,12 @@ def test_a_quick_run_compares_arms_and_trains_none_of_them_again(folder, tmp_pat
     (line,) = (line for line in printed.splitlines() if line.startswith("`bigbird-512`"))
     assert f"{rows['bigbird-512']['held_out'] / rows['dense-512']['held_out']:.3f}" in line.split()
     assert "far loss" in printed
-    monkeypatch.setattr(MaskedTask, "loss", lambda *_: pytest.fail("trains"))
+    monkeypatch.setattr(TokenTask, "loss", lambda *_: pytest.fail("trains"))
     assert run(folder, "--json", path, *arms) == 0 and rows_of(path) == rows
 
 
 def test_jobs_of_another_process_and_after_the_time_are_not_trained(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(MaskedTask, "loss", lambda *_: pytest.fail("trains"))
+    monkeypatch.setattr(TokenTask, "loss", lambda *_: pytest.fail("trains"))
     path = tmp_path / "rows.json"
     with Folder(folder, QUICK).claimed(replace(QUICK, arm="dense-64", tokens=4096)) as mine:
         assert mine

@@ -32,7 +32,7 @@ def test_claims_are_those_of_the_runs():
 
 
 def test_speed_is_tokens_a_second():
-    (plot,) = gains.draw_speed().axes
+    (plot,) = gains.draw_speed(gains.LENGTHS).axes
     lines = {line.get_label(): dict(line.get_xydata().tolist()) for line in plot.get_lines()}
     (row,) = (r for r in rows(*gains.LENGTHS) if r["attention"] == "bigbird-64" and r["seq_len"] == 512)
     assert lines["bigbird-64"][512] == pytest.approx(32768 / row["milliseconds"] * 1e3)
@@ -40,7 +40,7 @@ def test_speed_is_tokens_a_second():
 
 
 def test_searches_that_ended_by_their_time_are_dashed():
-    (plot,) = gains.GAINS["longest"].draw().axes
+    (plot,) = gains.draw_longest(gains.LONGEST).axes
     bars = {label.get_text(): bar for label, bar in zip(plot.get_yticklabels(), plot.patches)}
     assert bars["bigbird-64"].get_width() == 428_032 and bars["bigbird-64"].get_fill()
     assert bars["sdpa"].get_width() == 262_144 and not bars["sdpa"].get_fill()
@@ -49,15 +49,15 @@ def test_searches_that_ended_by_their_time_are_dashed():
 
 
 def test_curves_end_at_the_means_that_the_table_has():
-    of_tokens, of_minutes, ends, _ = gains.GAINS["quality"].draw().axes
-    table = gains.GAINS["quality"].below()
+    of_tokens, of_minutes, ends, _ = gains.draw_curves(gains.QUALITY).axes
+    table = gains.train_tables(gains.QUALITY)
     for line in of_tokens.get_lines():
         end = line.get_ydata()[-1]
         assert re.search(rf"^\| `{line.get_label()}` \| 3 \| {end:.4f} ±", table, re.MULTILINE)
     assert len(of_minutes.get_lines()) == len(of_tokens.get_lines()) == len(ends.get_yticklabels()) == 4
-    masked, genes, *_ = gains.GAINS["dna_losses"].draw().axes
+    masked, genes, *_ = gains.draw_curves(gains.DNA).axes
     assert (masked.get_ylabel(), genes.get_ylabel()) == ("held-out loss of masked bases", "held-out loss of genes")
-    (plot,) = gains.GAINS["dna"].draw().axes
+    (plot,) = gains.GAINS["dna"].draw(gains.DNA).axes
     assert [round(bar.get_width(), 1) for bar in plot.patches] == [87.1, 87.2, 81.0, 79.7]
 
 
@@ -67,7 +67,7 @@ def test_jobs_that_learned_nothing_are_not_shown(monkeypatch, tmp_path):
     data["rows"][1]["held_out"] = data["rows"][1]["unigram"]
     (tmp_path / f"{run}.json").write_text(json.dumps(data))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    for make in (claims.quality_gain, gains.GAINS["quality"].below, gains.GAINS["quality"].draw):
+    for make in (claims.quality_gain, lambda: gains.train_tables([run]), lambda: gains.draw_curves([run])):
         with pytest.raises(ValueError, match=f"{run}.json, .*: this job did not leave the unigram cross-entropy"):
             make()
 
