@@ -165,6 +165,11 @@ def who(case: Case, row: Row) -> str:
     return f"{said}, {case.batch} sequences" + {ALONE: "", DATA: " each", SEQUENCE: " that they share"}[row.parallel]
 
 
+def kind_of(results: Iterable[Result]) -> str:
+    """What rows are of, as a heading."""
+    return "attention" if any(row.attention for _, rows in results for row in rows) else "ranks"
+
+
 def over(rows: Iterable[Row], name: str, row: Row) -> float | None:
     """The time of another attention of the same case over a row's."""
     other = next((other.milliseconds for other in rows if other.attention == name), None)
@@ -194,7 +199,7 @@ def step_table(steps: Sequence[Result], places: Callable[[Case], list[str]], hea
     shown = {name: found for name, found in cells.items() if any(found)}
     starts = [[*places(case), who(case, row)] for case, _, row in timed]
     lines = [[*start, *found] for start, *found in zip(starts, *shown.values(), strict=True)]
-    return Table([*heading, "", *shown], lines)
+    return Table([*heading, kind_of(steps), *shown], lines)
 
 
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
@@ -254,7 +259,7 @@ def tables_of(results: list[Result]) -> dict[str, Table]:
         rows = [(case, row) for case, rows in steps for row in rows if of(row)]
         names = list(dict.fromkeys(name for _, row in rows for name in of(row)))
         lines = [[place(case), who(case, row), *(written(of(row).get(n), write) for n in names)] for case, row in rows]
-        return Table(["tokens", "", *names], lines, notes=notes)
+        return Table(["tokens", kind_of(steps), *names], lines, notes=notes)
 
     is_grid = any(row.attention for _, rows in steps for row in rows) and len(set(cases)) > 1
     listed = step_table(steps, lambda case: [place(case)], ["tokens"])
@@ -278,7 +283,8 @@ def grid(
     steps: Sequence[Result], place: Callable[[Case], str], notes: list[str], cell: Callable[[list[Row], Row], str]
 ) -> Table:
     """A line a case, a column an attention that was measured in one."""
-    names = list(dict.fromkeys(row.attention for _, rows in steps for row in rows if not row.reason))
+    measured = {row.attention for _, rows in steps for row in rows if not row.reason}
+    names = [name for name in dict.fromkeys(row.attention for _, rows in steps for row in rows) if name in measured]
     lines = []
     for case, rows in steps:
         cells = {row.attention: cell(rows, row) for row in rows if not row.reason}
@@ -369,7 +375,7 @@ def longest_of(results: Iterable[Result]) -> list[Longest]:
     return found
 
 
-def longest_table(results: Iterable[Result]) -> Table:
+def longest_table(results: Sequence[Result]) -> Table:
     """A line a search: the longest sequence, how many times that of eager attention, and the shortest that did not
     fit."""
     found = longest_of(results)
@@ -383,4 +389,4 @@ def longest_table(results: Iterable[Result]) -> Table:
         peak = written(one.row.peak_gib, "{:.1f}".format)
         lines.append([*told, written(one.failed, "{:,}".format), in_three_digits(one.row.milliseconds), peak])
     times_eager = [f"times `{EAGER}`"] if eager else []
-    return Table(["", "step", "tokens", *times_eager, "too long", "ms", "peak GiB"], lines)
+    return Table([kind_of(results), "step", "tokens", *times_eager, "too long", "ms", "peak GiB"], lines)

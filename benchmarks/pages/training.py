@@ -1,9 +1,9 @@
 """Sums up runs of examples/bing_bert/deepspeed_train.py in training-h200.json, and draws their losses:
 
-    .venv/bin/python -m benchmarks.pages.training --machine "NVIDIA H200" --commit COMMIT --date DAY FOLDER...
+    .venv/bin/python -m benchmarks.pages.training FOLDER... --machine "NVIDIA H200" --commit COMMIT --date DAY
 
-FOLDER is what the program prints as its run's: it has `manifest.json`, and in `sparse` or `dense` a metrics.jsonl and a
-checkpoint's state.json.
+FOLDER is a `sparse` or `dense` folder of what the program prints as its run's, a folder for each attention of
+`benchmarks.plan.committed.BLOCKS` and in their order.
 """
 
 import argparse
@@ -12,8 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import ds_sparse
-from ds_sparse.layout import density
+from benchmarks.plan.committed import BLOCKS, walk_of
 
 from .gains import TEXT, axes, image
 from .tables import RESULTS, TRAINING
@@ -24,47 +23,23 @@ FIRST_STEPS = 10
 """Steps whose tokens a second do not count: they compile and tune."""
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    """One training run: what was trained, its figures, and its losses by step.
-
-    Raises:
-        ValueError: it has no more than `FIRST_STEPS` steps.
-    """
+def summary(name: str, folder: Path) -> dict[str, Any]:
+    """One training run: what was trained, its figures, and its losses by step."""
     checkpoints = folder / "checkpoints"
     terms = json.loads((checkpoints / (checkpoints / "latest").read_text() / "state.json").read_text())["terms"]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "mlm_loss" in record]
-    held_out = [[record["step"], round(record["held_out_mlm_loss"], 4)] for record in records if record not in steps]
-    if len(steps) <= FIRST_STEPS:
-        raise ValueError(f"{folder} has {len(steps)} steps; train more than {FIRST_STEPS}.")
-    config = terms["deepspeed_config"]
+    seq_len, walk = terms["max_seq_length"], walk_of(name, terms["max_seq_length"])
     return {
-        **attention(config.get("sparse_attention") if terms["sparse"] else None, terms),
-        "seq_len": terms["max_seq_length"],
-        "batch": config["train_batch_size"],
+        "name": name,
+        "density": 1.0 if walk is None else walk.density,
+        "seq_len": seq_len,
+        "batch": terms["deepspeed_config"]["train_batch_size"],
         "tokens_per_second": statistics.median(record["tokens_per_second"] for record in steps[FIRST_STEPS:]),
         "peak_gib": max(record["memory_gib"] for record in steps),
-        "held_out": held_out,
+        "held_out": [[x["step"], round(x["held_out_mlm_loss"], 4)] for x in records if "held_out_mlm_loss" in x],
         "training": [round(record["mlm_loss"], 4) for record in steps],
     }
-
-
-def attention(block: dict[str, Any] | None, terms: dict[str, Any]) -> dict[str, Any]:
-    """Its name and density; without a block of the JSON it is dense."""
-    if block is None:
-        return {"name": "dense", "density": 1.0}
-    seq_len = terms["max_seq_length"]
-    structure = ds_sparse.parse_sparse_attention(block, terms["model"]["num_attention_heads"], seq_len=seq_len)
-    window = block.get("num_sliding_window_blocks")
-    random = block.get("num_random_blocks")
-    name = f"`{block['mode']}`, block {structure.block}" + (f", window {window}" if window else "")
-    name += f", {random} random" if random else ""
-    return {"name": name, "density": density(structure.make_layout(seq_len).bool())}
-
-
-def runs(folder: Path) -> list[Path]:
-    """The sparse and the dense run of a folder, as far as they are there."""
-    return [folder / name for name in ("sparse", "dense") if (folder / name / "metrics.jsonl").exists()]
 
 
 def picture() -> str:
@@ -82,16 +57,14 @@ def picture() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("folders", nargs=len(BLOCKS), type=Path, metavar="FOLDER")
     for name in ("machine", "commit", "date"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--summary", type=Path, default=SUMMARY)
     args = parser.parse_args()
-    torch = json.loads((args.folders[0] / "manifest.json").read_text())["versions"]["torch"]
+    torch = json.loads((args.folders[0].parent / "manifest.json").read_text())["versions"]["torch"]
     about = {"machine": args.machine, "torch": torch, "commit": args.commit, "date": args.date}
-    trained = [summary(run) for folder in args.folders for run in runs(folder)]
-    lines = ",\n".join(json.dumps(run) for run in trained)
-    args.summary.write_text(f'{json.dumps(about)[:-1]}, "runs": [\n{lines}\n]}}\n')
+    lines = ",\n".join(json.dumps(summary(*run)) for run in zip(BLOCKS, args.folders, strict=True))
+    SUMMARY.write_text(f'{json.dumps(about)[:-1]}, "runs": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

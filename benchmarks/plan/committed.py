@@ -60,20 +60,17 @@ class TrainingStep:
     milliseconds: float
     peak_gib: float
 
-    def walk(self) -> Walked:
-        """Tiles of each layer's attention; None for dense."""
-        return _walk(self.name, self.seq_len)
-
     def settings(self) -> Settings:
         """Settings of configs/bert_base_8192.json."""
         return Settings(self.batch, zero_stage=1, bucket_bytes=2 * BUCKET)
 
     def predicted(self, rates: Rates) -> Step:
-        return step_of(rates, MODEL, self.settings(), self.seq_len, [self.walk()] * MODEL.layers)
+        return step_of(rates, MODEL, self.settings(), self.seq_len, [walk_of(self.name, self.seq_len)] * MODEL.layers)
 
 
 @cache
-def _walk(name: str, seq_len: int) -> Walked:
+def walk_of(name: str, seq_len: int) -> Walked:
+    """Tiles of a training run's attention, of `BLOCKS`; None for dense."""
     block = BLOCKS[name]
     if block is None:
         return None

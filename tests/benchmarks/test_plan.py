@@ -85,7 +85,7 @@ def test_the_layouts_of_training_runs_have_the_densities_that_they_were_trained_
     runs = json.loads((committed.COMMITTED / "training-h200.json").read_text())["runs"]
     assert [run["name"] for run in runs] == [step.name for step in steps]
     for run, step in zip(runs, steps):
-        walked = step.walk()
+        walked = committed.walk_of(step.name, step.seq_len)
         assert (1.0 if walked is None else walked.density) == pytest.approx(run["density"])
 
 
