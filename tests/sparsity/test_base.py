@@ -108,12 +108,6 @@ def test_both_layouts_are_the_same_and_draw_alike(structure, blocks, seed):
     assert random.random() == after
 
 
-@pytest.mark.parametrize("attention", ["unidirectional", "bidirectional"])
-def test_a_window_of_0_blocks_is_the_diagonal(attention):
-    structure = sparsity.LocalSlidingWindowSparsityConfig(1, 16, 0, attention)
-    assert torch.equal(structure.make_bool_layout(48)[0], torch.eye(3, dtype=torch.bool))
-
-
 @modest
 @given(structures, st.integers(8, 20), st.integers(0, 2**40))
 def test_a_seed_gives_one_layout_and_leaves_pythons_random_alone(structure, blocks, seed):
