@@ -279,15 +279,9 @@ class SparseSelfAttention(nn.Module):
             ValueError: as in `forward`; a mask that is neither bool nor floating point.
         """
         return self.attention(
-            query,
-            key,
-            value,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            rpe=rpe,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            distance_bias=distance_bias,
-        )
+            query, key, value, dropout_p=self.attention_dropout if self.training else 0.0, rpe=rpe,
+            key_padding_mask=key_padding_mask, attn_mask=attn_mask, distance_bias=distance_bias,
+        )  # fmt: skip
 
     def _check_length(self, seq_len: int, hint: str = "") -> None:
         block = self.sparsity_config.block
