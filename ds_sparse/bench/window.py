@@ -118,7 +118,7 @@ class Problem(StepsProblem):
 
     def pieces(self, head: int, peer: Peer) -> Iterator[Piece]:
         tokens = self.case.seq_len
-        token, reach = torch.arange(tokens, device=self.device), tokens if peer.dense else self.case.window
+        token, reach = torch.arange(tokens, device=self.device), self.case.window
         for first in range(0, tokens, PART):
             keys = slice(max(0, first - reach), first + PART + reach)
             yield slice(first, first + PART), keys, (token[first : first + PART, None] - token[keys]).abs() <= reach
