@@ -51,6 +51,8 @@ def draw_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, float]]], u
         panel.set(xlabel="step", ylabel=label)
         panel.legend()
         panel.grid(alpha=0.3)
+    for panel in panels[1:]:
+        panel.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
 
 

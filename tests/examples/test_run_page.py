@@ -94,6 +94,7 @@ def test_the_picture_has_each_curve_of_each_run(monkeypatch, tmp_path):
     assert [*curves[0]] == [*kinds, "unigram cross-entropy, held out"]
     assert curves[0]["sparse, training"] == [[step["step"], step["mlm_loss"]] for step in STEPS]
     assert curves[0]["dense, held out"] == [[0, 5.5]]
+    assert [panel.get_ylim()[0] for panel in drawn[0].axes[1:]] == [0, 0]
     assert curves[1]["sparse"][-1] == [40, 40 / 1e5] and curves[2]["sparse"][-1] == [40, 2000]
 
 
