@@ -44,18 +44,6 @@ def test_a_rank_keeps_its_part_of_a_sequence_and_the_output_once_more():
     assert two == 2 * one, "of the rank with most heads"
 
 
-def test_checkpoints_leave_the_input_of_each_layer():
-    kept, again = (memory_of(MODEL, replace(SETTINGS, checkpoints=on), 8192) for on in (False, True))
-    assert again.attention == 0 and again.activations < kept.activations / 5
-    assert again.total < kept.total / 2
-
-
-def test_a_short_sequence_needs_most_while_the_optimizer_steps():
-    assert memory_of(MODEL, Settings(1), 128).at == "while the optimizer steps"
-    assert memory_of(MODEL, SETTINGS, 8192).at == "while the loss is computed"
-    assert memory_of(MODEL, replace(SETTINGS, offloads=True), 8192).optimizer == 0
-
-
 def advised(rates, settings, gib, most_ranks=MODEL.heads):
     return advise(rates, MODEL, settings, 8192, WALKS, gib, most_ranks)
 

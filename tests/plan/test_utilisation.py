@@ -37,6 +37,11 @@ def test_flops_are_those_that_pytorch_counts_of_the_same_model():
     assert work(sparse).flops == counter.get_total_flops()
 
 
+def test_a_null_layer_counts_as_dense_and_no_block_too():
+    sparse, mixed, dense = (work(block) for block in (dict(BLOCK, layers={}), BLOCK, None))
+    assert mixed.flops == pytest.approx((sparse.flops + dense.flops) / 2)
+
+
 @pytest.mark.parametrize("mode", ["fixed", "bigbird", "bslongformer"])
 @pytest.mark.parametrize("family", ["bert", "gpt_neox"])
 def test_live_scores_are_those_of_the_layout_that_is_walked(mode, family):
