@@ -37,7 +37,7 @@ class Entry:
 
     add: Callable[[argparse.ArgumentParser], None]
     measure: Callable[[argparse.Namespace, torch.device], int]
-    case: Callable[..., Any]
+    case: type
     row: type
     lines: Callable[[Iterable[Result]], Iterator[Iterable[str]]]
     pages: Callable[[list[Result]], dict[str, Table]]

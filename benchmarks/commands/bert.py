@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 
 import torch
 
@@ -90,10 +91,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         for dtype in args.dtype
         for seq_len in (lengths if not args.longest else [0])
     ]  # fmt: skip
+    found = steps.results(bert, cases, args.peers, device, args.repeats, args.seconds)
     if args.longest:
-        found = (one for case in cases for one in steps.longest(bert, case, args.peers, args.longest, device))
-    else:
-        found = steps.results(bert, cases, args.peers, device, args.repeats, args.seconds)
+        searches = (steps.longest(bert, case, args.peers, args.longest, device) for case in cases)
+        found = chain.from_iterable(searches)
     told = ((one, not args.longest and any(map(is_failure, one[1]))) for one in found)
     return OPERATION.run(args, device, told, transformers=bert.transformers.__version__)
 
