@@ -28,28 +28,14 @@ def test_transformers_models_count_their_layers_themselves_and_all_others_are_co
     assert not sparse and len(dense) == 4 and numbers == {"0": 0, "2": 1}
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("query", "key", "value"),
-        ("q_proj", "k_proj", "v_proj"),
-        ("q_lin", "k_lin", "v_lin"),
-        ("q", "k", "v"),
-        ("query_proj", "key_proj", "value_proj"),
-        ("to_q", "to_k", "to_v"),
-        ("to_q", "to_kv"),
-        ("q", "kv"),
-        ("wq", "wk", "wv"),
-        ("linear_q", "linear_k", "linear_v"),
-        ("q_head", "k_head", "v_head"),
-        ("query_key_value",),
-        ("qkv_proj",),
-        ("to_qkv",),
-        ("qkv",),
-        ("c_attn",),
-        ("Wqkv",),
-    ],
-)
+PROJECTIONS = (
+    "query key value", "q_proj k_proj v_proj", "q_lin k_lin v_lin", "q k v", "query_proj key_proj value_proj",
+    "to_q to_k to_v", "to_q to_kv", "q kv", "wq wk wv", "linear_q linear_k linear_v", "q_head k_head v_head",
+    "query_key_value", "qkv_proj", "to_qkv", "qkv", "c_attn", "Wqkv",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("names", map(str.split, PROJECTIONS), ids=PROJECTIONS)
 def test_projections_make_a_layer(names):
     layer = nn.ModuleDict({name: nn.Linear(2, 2) for name in names} | {"out": nn.Linear(2, 2)})
     ours, others = ours_and_others(nn.ModuleDict({"layer": layer, "other": nn.Linear(2, 2)}))
