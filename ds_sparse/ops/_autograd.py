@@ -29,10 +29,12 @@ class Function(torch.autograd.Function):
         args = unwrap_dead_wrappers(args)
         if forward_ad._current_level >= 0:
             return super(Function, _without_forward_mode(cls)).apply(*args)
-        if not torch.is_grad_enabled() or not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-            return cls.forward(*args)
-        # Without binding them to forward's names, which takes a tenth of a small call's time.
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # C++'s
+        if torch.is_grad_enabled():
+            for x in args:
+                if isinstance(x, Tensor) and x.requires_grad:
+                    # Without binding them to forward's names, which takes a tenth of a small call's time.
+                    return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # C++'s
+        return cls.forward(*args)
 
 
 @cache
@@ -108,8 +110,8 @@ def product_function(
         operation: its name in sentences.
         product: gives the product of the operands and the rest.
         of_first, of_second: give the gradient of an operand, of that of the product, both operands, the rest, and the
-            implementation that was forced, by name.
-        read: makes the gradient of the product as both read it, of that and the rest.
+            implementation that was forced.
+        read: makes the gradient of the product as both read it, of that, the rest and the implementation.
     """
 
     class Product(Function):
@@ -126,13 +128,12 @@ def product_function(
         @staticmethod
         @differentiable_once(operation)
         def backward(ctx, grad: Tensor):
-            grad = grad if read is None else read(grad, *ctx.how, forced=ctx.forced)
-            call = grad, *ctx.saved_tensors, *ctx.how
-            grads = [
-                gradient(*call, forced=ctx.forced) if wanted else None
-                for gradient, wanted in zip((of_first, of_second), ctx.needs_input_grad)
-            ]
-            return *grads, *[None] * len(ctx.how)
+            forced, wanted = ctx.forced, ctx.needs_input_grad
+            grad = grad if read is None else read(grad, *ctx.how, forced)
+            call = grad, *ctx.saved_tensors, *ctx.how, forced
+            grad_a = of_first(*call) if wanted[0] else None
+            grad_b = of_second(*call) if wanted[1] else None
+            return grad_a, grad_b, *(None,) * len(ctx.how)
 
     return Product
 

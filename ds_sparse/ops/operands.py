@@ -90,7 +90,12 @@ def broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
     They are compared one by one: sizes of a traced tensor may be symbols, which torch.compile does not find in a tuple,
     as in `size in (1, wanted)`.
     """
-    return len(sizes) <= len(wanted) and all(size == 1 or size == full for size, full in zip(sizes[::-1], wanted[::-1]))
+    if len(sizes) > len(wanted):
+        return False
+    for size, full in zip(sizes[::-1], wanted[::-1]):
+        if size != 1 and size != full:
+            return False
+    return True
 
 
 def check_heads(index: BlockIndex | MasterLayout | Parts, query: torch.Tensor, key: torch.Tensor) -> None:

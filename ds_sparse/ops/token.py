@@ -344,8 +344,8 @@ def call_on_pairs(index: TokenIndex, q: Tensor, v: Tensor) -> Call:
 def _check_native(operator: str, *tensors: Tensor) -> None:
     """Raises RuntimeError or ValueError unless a kernel takes tensors (..., tokens, head size) such as these."""
     require_kernel(operator, tensors[0].device)
-    given, largest = max(x.shape[-1] for x in tensors), largest_head_dim("sparse_attn", tensors[0].device)
-    if largest is not None and given > largest:
+    largest = largest_head_dim("sparse_attn", tensors[0].device)
+    if largest is not None and (given := max(x.shape[-1] for x in tensors)) > largest:
         raise ValueError(
             f"Head size is {given}; on CUDA it has to be up to {largest}. Move tensors to the CPU, or use "
             "gather_attention."
