@@ -110,7 +110,7 @@ def test_autocast_casts_the_operands(device: str, name: str):
     cast = [x.bfloat16() if place < operation.cast else x for place, x in enumerate(leaves)]
     with deterministic_algorithms():
         # Autocast keeps PyTorch's own softmax, which others are made up of, in float32.
-        tolerance = {"rtol": 0, "atol": 0} if name in NATIVE else {}
+        tolerance = {"rtol": 0, "atol": 0} if name in NATIVE else {"rtol": 0.016, "atol": 0.02}
         torch.testing.assert_close(result, operation.call(*cast), **tolerance)
     assert result.dtype == (torch.bfloat16 if operation.cast else torch.float32)
     assert wide is None or wide.dtype == torch.float64
