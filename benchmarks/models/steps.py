@@ -65,7 +65,7 @@ class Piece(NamedTuple):
     def anew(self, device: torch.device) -> Piece:
         """The piece as one that was not seen before: copied to a device, or with edges of documents of its own."""
         edges = {name: x.clone() for name, x in self.inputs.items() if name.startswith("cu_seq_lens")}
-        if self.labels.device == device:
+        if self.labels.device.type == device.type:
             return self._replace(inputs=self.inputs | edges)
         inputs = {name: x.to(device, non_blocking=True) for name, x in self.inputs.items()}
         return Piece(inputs, *(x.to(device, non_blocking=True) for x in self[1:]))

@@ -197,7 +197,7 @@ def test_every_form_has_the_same_documents():
     assert torch.equal(inputs["input_ids"].view(2, 1024), of_rows.inputs["input_ids"])
     assert inputs["cu_seq_lens_q"].diff().tolist() == flat and inputs["cu_seq_lens_q"].dtype == torch.int32
     assert inputs["max_length_q"] == inputs["max_length_k"] == max(flat)
-    again = of_row.anew(CPU).inputs["cu_seq_lens_q"]
+    again = of_row.anew(torch.device("cpu", 0)).inputs["cu_seq_lens_q"]  # numbered, as a GPU's tensors are
     assert again is not inputs["cu_seq_lens_q"] and torch.equal(again, inputs["cu_seq_lens_q"])
     exists = [part.inputs["attention_mask"].bool() for part in padded]
     assert [n for part in exists for n in part.sum(1).tolist()] == flat
