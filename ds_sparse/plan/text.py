@@ -154,8 +154,8 @@ def _advice(plan: Plan) -> Iterator[str]:
     if plan.advice is None:
         yield (
             f"advice: with activation checkpointing, too, nothing makes it fit {_gpus(plan.settings)}; take more "
-            f"(as there are {plan.model.heads} heads, at most as many can share a sequence), or what "
-            "docs/sequence-parallel.md has for a million tokens."
+            f"(as there are {plan.model.heads} heads, at most as many can share a sequence), or do what "
+            "docs/a-million-tokens.md says."
         )
         return
     settings = plan.advice.settings

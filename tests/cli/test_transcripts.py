@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from ds_sparse import bench
 from ds_sparse.cli import main
 from ds_sparse.plan import rates
 
@@ -18,7 +19,10 @@ FOLDER = Path(__file__).parent / "transcripts"
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """No GPU, a terminal of 100 columns, the files beside the transcripts, and rates that no measurement changes."""
+    """No GPU, a terminal of 100 columns, the files beside the transcripts, no operation that a clone adds to the bench,
+    and rates that no measurement changes."""
+    for name in bench.IN_A_CLONE:
+        monkeypatch.delitem(bench.OPERATIONS, name, raising=False)
     kept = TypeAdapter(rates.Rates).validate_json((FOLDER / "rates.json").read_bytes())
     monkeypatch.setattr(rates, "committed_rates", lambda: kept)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
