@@ -81,7 +81,7 @@ class Entry:
 
 
 def release_memory(device: torch.device) -> None:
-    """What nobody holds any more is the GPU's again, so that the next step finds it in one piece."""
+    """Gives memory that nobody holds back to the GPU, so that the next step finds it in one piece."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

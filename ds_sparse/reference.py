@@ -468,7 +468,7 @@ def token_attention(
 def dropout_keep(
     seed: int, offset: int, batch: int, heads: int, tokens: int, keys: int, dropout_p: float
 ) -> torch.Tensor:
-    """Which probabilities dropout keeps: those whose 15-bit random number reaches the threshold.
+    """Draws which probabilities dropout keeps: those whose 15-bit random number reaches the threshold.
 
     The numbers are a function of the seed, the offset and the element's place: eight elements of a 16 x 16 square share
     the 128 bits of a Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).

@@ -40,7 +40,7 @@ BERT_ATTENTIONS: tuple[str, ...] = (
     *(NO_ATTENTION, FLOOR, EAGER, DENSE_IN_BERT, *FLEX_IN_BERT, LONGFORMER_MODEL, BIGBIRD_MODEL),
     *IN_BERT,
 )
-"""What a step of BERT is measured with, besides `MODES_IN_BERT`."""
+"""Attentions that a step of BERT is measured with, besides `MODES_IN_BERT`."""
 
 OURS, OURS_PADDED = "ds_sparse", "ds_sparse-padded"
 
@@ -48,4 +48,4 @@ MODERNBERT_ATTENTIONS = (
     *(FLOOR, OURS, OURS_PADDED, DENSE_IN_BERT, "sdpa-padded"),
     *("flex_attention", "flash_attention_4", "flash_attention_2"),
 )
-"""What a step of ModernBERT is measured with: names of Transformers, but for the floor and padded documents."""
+"""Attentions of a step of ModernBERT: names of Transformers, but for the floor and padded documents."""

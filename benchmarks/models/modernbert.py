@@ -46,7 +46,7 @@ STRUCTURE = "bigbird-64"
 """Structure of global layers, of `IN_BERT`; local ones keep the model's own window."""
 
 FLOORS, VERIFIED_LAYERS, COPIES = (FLOOR,), 4, False
-"""Of the verified layers the first and last are global."""
+"""Verified layers, the first and last of which are global."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as the model's config names them."""

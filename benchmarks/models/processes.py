@@ -23,7 +23,7 @@ class Failure:
 
 
 def result_of(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], seconds: float, preload: str = "") -> Any:
-    """What `work(*arguments[0])` returns in its process, while `work` has the other arguments in others; a `Failure`
+    """Runs `work(*arguments[0])` in its process, while `work` has the other arguments in others; a `Failure`
     where a process raised something or ended, or the result did not come in time. All processes are ended then.
 
     Args:

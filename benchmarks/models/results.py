@@ -166,7 +166,7 @@ def who(case: Case, row: Row) -> str:
 
 
 def kind_of(results: Iterable[Result]) -> str:
-    """What rows are of, as a heading."""
+    """The case of rows, as a heading."""
     return "attention" if any(row.attention for _, rows in results for row in rows) else "ranks"
 
 

@@ -81,7 +81,7 @@ def attempt(task: Task, device: torch.device, seq_len: int, left: float) -> tupl
 
 
 def row_of(task: Task, device: torch.device) -> Row:
-    """What ranks measure, in processes of their own."""
+    """Measures ranks in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = str(Path(folder) / "rendezvous")
         arguments = [(rank, rendezvous, task, device) for rank in range(task.ranks)]

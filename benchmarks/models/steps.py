@@ -43,7 +43,7 @@ FIRST, FIRST_EAGER = 32768, 4096
 """The length that is tried first for the longest; that of attention whose memory grows with its square."""
 
 ROUND_MS = 100
-"""What a round of a step takes at least on a GPU: as many steps as that, at most `CALLS_ON_CUDA`."""
+"""Least milliseconds of a round of a step on a GPU: as many steps as that, at most `CALLS_ON_CUDA`."""
 
 VALUE_ALONE, PROJECTIONS = "ds_sparse_bench_value", "ds_sparse_bench_value_and_projections"
 MASKED = "ds_sparse_bench_masked"

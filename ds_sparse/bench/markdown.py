@@ -140,7 +140,7 @@ def notes_on(results: Iterable[Result], name: str, ours: str, ways: Sequence[str
 
 
 def shape_of(result: Result) -> str:
-    """What the column `SHAPE` says."""
+    """The text of the column `SHAPE`."""
     case = result.case
     return f"{case.batch}, {case.heads}, {case.seq_len}, {case.head_dim}"
 

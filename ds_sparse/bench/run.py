@@ -172,7 +172,7 @@ class Operation:
         return (list(group) for _, group in groupby(items, key=lambda item: of_shape(case(item))))
 
     def tables(self, results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
-        """Those of `pages` that have rows."""
+        """Leaves out tables of `pages` without rows."""
         return {name: table for name, table in self.pages(results, args).items() if table.rows}
 
 

@@ -1,4 +1,4 @@
-"""What `matmul` and `window` share: products, softmax and attention of both, each beside its dense counterpart."""
+"""Shared by `matmul` and `window`: products, softmax and attention of both, each beside its dense counterpart."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class StepsProblem(AttentionProblem):
         return (scores if self.inside == 1.0 else scores * self.inside).softmax(-1)
 
     def operands(self, name: str) -> tuple[Tensor, ...]:
-        """Those of one of our operations but attention."""
+        """Operands of one of our operations but attention."""
         query, key, value = self.inputs
         if self.jobs[name] == SCORES:
             return query, key

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: `implementations` says what each takes, `choice` chooses."""
+"""Chooses the implementation of an operation that runs: `implementations` says what each takes, `choice` chooses."""
 
 from .choice import (
     choose,

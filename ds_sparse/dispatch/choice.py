@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: everything that depends on it asks here."""
+"""Chooses the implementation of an operation that runs: everything that depends on it asks here."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def force_implementation(name: str) -> Iterator[None]:
 
 
 class _Forced:
-    """What `force_implementation` has set."""
+    """The name that `force_implementation` has set."""
 
     name = ""
 

@@ -1,4 +1,4 @@
-"""What each implementation of an operation takes: data, from which `dispatch` chooses.
+"""Calls that each implementation of an operation takes: data, from which `dispatch` chooses.
 
 An operation that has one implementation for each device, such as softmax, is not here: there is nothing to choose. A
 new chip is an entry here, and its files in csrc/cuda.
@@ -32,7 +32,7 @@ ALL_DTYPES = (*ON_CUDA, torch.float64)
 
 
 class Call(NamedTuple):
-    """What the choice depends on. An operation leaves out what it does not have.
+    """A call, as far as the choice depends on it. An operation leaves out what it does not have.
 
     Attributes:
         device: of the operands; of the index where they are meta tensors.
@@ -100,15 +100,15 @@ class Implementation:
 
     @property
     def reads_boxes(self) -> bool:
-        """Whether it reads operands by the copy engine, as `readable_in_boxes` asks."""
+        """Tells if it reads operands by the copy engine, as `readable_in_boxes` asks."""
         return _READABLE in self.more
 
     def is_for(self, call: Call) -> bool:
-        """Whether it takes calls of this device, dtype and block, of some sizes."""
+        """Tells if it takes calls of this device, dtype and block, of some sizes."""
         return all(limit.holds(self, call) for limit in LIMITS)
 
     def takes(self, call: Call, forced: bool = False) -> bool:
-        """Whether it takes a call that it is for."""
+        """Tells if it takes a call that it is for."""
         if not _in_range(self, call):
             return False
         for limit in self.more:
@@ -188,7 +188,7 @@ LIMITS = (
         lambda i, call: f"block is {call.block}, and it takes {listed(i.tiles or (), 'and')}.",
     ),
 )
-"""What each implementation has beside sizes; the device comes first."""
+"""Conditions of implementations beside sizes, each with its sentence; the device comes first."""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether x begins at a multiple of 16 bytes. Traced tensors have no address; kernels look at theirs when the graph
+    """Tells if x begins at a multiple of 16 bytes. Traced tensors have no address; kernels look at it when the graph
     runs. Those that torch.func's transforms wrap have that of what is wrapped."""
     if torch.compiler.is_compiling():
         return True
@@ -19,7 +19,7 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 def readable_in_boxes(x: torch.Tensor) -> bool:
-    """Whether Hopper's copy engine reads x, (B, H, tokens, D) in 16 bits, in place."""
+    """Tells if Hopper's copy engine reads x, (B, H, tokens, D) in 16 bits, in place."""
     *outer, last = x.stride()
     if last != 1:
         return False
@@ -30,7 +30,7 @@ def readable_in_boxes(x: torch.Tensor) -> bool:
 
 
 def is_readable(x: torch.Tensor) -> bool:
-    """Whether attention's kernels read x, (B, H, T, D), in place."""
+    """Tells if attention's kernels read x, (B, H, T, D), in place."""
     batch, head, token, last = x.stride()
     in_eights = x.shape[-1] % 8 == 0 and batch % 8 == 0 and head % 8 == 0 and token % 8 == 0
     return last == 1 and in_eights and is_aligned(x)

@@ -114,7 +114,7 @@ def index_of_square(layout: Tensor | BlockIndex, block: int | None, tokens: int,
 
 @dataclass(frozen=True, eq=False)
 class PackedIndex(OnDevice):
-    """What `block_sparse_attention` walks for documents packed in one row, each with the layout from its own start.
+    """The index of documents packed in one row, each with the layout from its own start.
 
     Built once for a batch, by `build`, and used by all layers; immutable. Any stream may use it (see `ReadyEvent`).
 

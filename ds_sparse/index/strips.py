@@ -13,7 +13,7 @@ SIZES = (5120, 10240, 20480)
 """Elements that a strip may have: 40 for each thread of its thread block."""
 
 PARTS = 5
-"""What a strip has of one block is at most such a part of what it may have: eight elements for each thread."""
+"""A strip has at most such a part of its elements from one block: eight for each thread."""
 
 CACHE_LINE = 64
 """Elements of 16 bits."""

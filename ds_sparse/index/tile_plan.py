@@ -34,7 +34,7 @@ Lengths = dict[tuple[str, int], list[list[int]]]
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Which lines share a tile. Its sizes follow from the layout's, so that it is made without waiting for the device;
+    """Plans which lines share a tile. Its sizes follow from the layout's, so that making it waits for no device;
     those of `Tiles` follow from `lengths`, which the host has to fetch. On a GPU the time goes into the number of
     operations: sides of the same shape and several heights are planned, and packed, together.
 
@@ -181,7 +181,7 @@ def _entries(owners: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _owners(live: torch.Tensor, order: torch.Tensor, height: int) -> torch.Tensor:
-    """Which of a tile's lines are live at each block, as bits: uint8 (G, tiles, other side).
+    """Marks which of a tile's lines are live at each block, as bits: uint8 (G, tiles, other side).
 
     Args:
         live: uint8 (G, lines, other side).

@@ -26,7 +26,7 @@ MAX_ROWS = {"cpu": 4096, "cuda": 2048}
 
 @dataclass(frozen=True, eq=False)
 class WindowIndex(OnDevice):
-    """What `window_attention` walks: built once for a length and a window, by `build`; immutable.
+    """The index that `window_attention` walks: built once for a length and a window, by `build`; immutable.
 
     Any stream may use it (see `ReadyEvent`). Kernels see tokens in an order of their own: first the global ones, then
     those whose dilated windows belong together, each in the order of the sequence. What a token sees are then the

@@ -80,7 +80,7 @@ class Replaced(NamedTuple):
 
 
 class SparsifyReport:
-    """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back.
+    """The changes of `sparsify`: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back.
 
     The table has a heading for each kind of layers. `dense` has an entry for each layer that stays dense.
 

@@ -155,7 +155,7 @@ VARIANTS = (
     "output_attentions", "sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k",
     "seq_idx",
 )  # fmt: skip
-"""What Transformers may ask an attention for beyond self-attention under a mask, by its names; not computed here."""
+"""Options of Transformers beyond self-attention under a mask, by its names; not computed here."""
 
 _NOT_COMPUTED = (
     *VARIANTS, "head_mask", "encoder_hidden_states", "past_key_value", "past_key_values", "is_causal",

@@ -1,4 +1,4 @@
-"""What the code of a module's class names: which of its functions call PyTorch's attention."""
+"""Names in the code of a module's class: finds its functions that call PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def functions_of(kind: Any) -> Mapping[str, tuple[Callable[..., Any], ...]]:
 
 @functools.cache
 def calls_attention(kind: Any) -> bool:
-    """Whether a function of a module's class names scaled_dot_product_attention."""
+    """Tells if a function of a module's class names scaled_dot_product_attention."""
     return any(map(name_attention, functions_of(kind).values()))
 
 
 def name_attention(functions: tuple[Callable[..., Any], ...]) -> bool:
-    """Whether one of these functions names scaled_dot_product_attention."""
+    """Tells if one of these functions names scaled_dot_product_attention."""
     return any(scaled_dot_product_attention.__name__ in names_in(function) for function in functions)
 
 
 @functools.cache
 def names_in(function: Callable[..., Any]) -> frozenset[str]:
-    """What the code of a function names, and that of functions inside it. A decorator that says what it wraps is looked
+    """Names in the code of a function, and of functions inside it. A decorator that says what it wraps is looked
     through."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return frozenset() if code is None else frozenset(_names(code))

@@ -68,7 +68,7 @@ def dense_attention(
 
 
 def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores, with that of one key more, which is zeros, as its value is."""
+    """The bias of scores with one key more, whose bias is zero, as its value is."""
     batch, heads, tokens, _ = query.shape
     shape = batch, heads, tokens, key.shape[2]
     added = query.new_zeros(shape) if mask is None else _added(mask, query.dtype).expand(shape)

@@ -50,7 +50,7 @@ class CrossAttention(CannotBeSparse):
 
 
 class Interception(NamedTuple):
-    """What a module has of ours: its name in the model, and what computes, called as `StructuredAttention` is.
+    """Our part of a module: its name in the model, and what computes, called as `StructuredAttention` is.
 
     `inside` is True for a module inside the one of that name, which is watched where it is called past it."""
 
@@ -157,7 +157,7 @@ def _watched(name: str, dense: Any) -> Callable[..., Any]:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether a method of a module runs inside one that is watched: its own, or of the layer that it is inside of."""
+    """Tells if a method of a module runs inside one that is watched: its own, or of the layer that it is inside of."""
     running = [mode.module for mode in _get_current_function_mode_stack() if isinstance(mode, _Calls)]
     # Asked by its length, as Dynamo of torch 2.11 does not trace the truth of a list.
     return any(outer is module for outer in running) or (len(running) > 0 and _interception(module).inside)
@@ -201,7 +201,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _where_autograd_is() -> tuple[bool, Any] | None:
-    """What a checkpoint changes while it computes: whether gradients are on, and what is done with saved tensors. None
+    """The state that a checkpoint changes while it computes: gradients on or off, and hooks of saved tensors. None
     in a trace, whose backward computes again what is in the graph."""
     if torch.compiler.is_compiling():
         return None

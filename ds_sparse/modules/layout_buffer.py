@@ -73,7 +73,7 @@ class LayoutBuffer(Tensor):
 
 
 def _for_reading(result: Any, given: list[Tensor], cls: type[LayoutBuffer]) -> Any:
-    """What an operation gives, guarded as well where it shares memory with what it was given."""
+    """An operation's result, guarded as well where it shares memory with its operands."""
     if isinstance(result, np.ndarray):
         result.flags.writeable &= result.base is None
         return result
@@ -85,7 +85,7 @@ _held: WeakValueDictionary[tuple[str, int], LayoutBuffer] = WeakValueDictionary(
 
 
 def _writes(func: Any) -> bool:
-    """Whether a function of tensors changes values, by its name: `copy_`, `__setitem__`, `__iadd__`."""
+    """Tells if a function of tensors changes values, by its name: `copy_`, `__setitem__`, `__iadd__`."""
     name = func.__name__
     special = name.startswith("__")
     in_place = name.startswith(("__i", "__setitem__")) if special else name.endswith("_")

@@ -61,7 +61,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
     """
 
     attention: StructuredAttention
-    """What computes, with the layout."""
+    """The attention that computes, with the layout."""
 
     def __init__(
         self,

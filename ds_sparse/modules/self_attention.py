@@ -99,7 +99,7 @@ class SparseSelfAttention(nn.Module):
 
     @property
     def attention(self) -> StructuredAttention:
-        """What computes, with the layout."""
+        """The attention that computes, with the layout."""
         # Accelerate writes here and not to the attribute; a tensor without memory says nothing.
         given = self._buffers.get("master_layout")
         # torch.export puts a tensor without values there while it traces.
@@ -138,7 +138,7 @@ class SparseSelfAttention(nn.Module):
 
     @property
     def _need_layout_synchronization(self) -> bool:
-        """Whether this module has still to take the random blocks of rank 0."""
+        """True while this module has still to take the random blocks of rank 0."""
         return self.attention._awaits_other_ranks
 
     @_need_layout_synchronization.setter

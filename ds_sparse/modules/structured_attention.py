@@ -39,7 +39,7 @@ class SparseOps(NamedTuple):
 
 
 def is_structure(given: Any) -> bool:
-    """Whether it has all that attention asks a structure for; it need be none of this package."""
+    """Tells if it has all that attention asks a structure for; it need be none of this package."""
     return not isinstance(given, type) and all(hasattr(given, name) for name in ("block", "num_heads", "make_layout"))
 
 
@@ -120,7 +120,7 @@ class StructuredAttention:
 
     @property
     def causal(self) -> bool:
-        """Whether the structure declares that it masks later tokens, whatever a call says."""
+        """Tells if the structure declares that it masks later tokens, whatever a call says."""
         return declared_value(self.sparsity_config, "causal")
 
     @property
@@ -159,7 +159,7 @@ class StructuredAttention:
         return self._parts.get(heads, build)
 
     def ops_made(self) -> dict[int, SparseOps]:
-        """What `ops` has made and still keeps, by length."""
+        """Operations that `ops` has made and still keeps, by length."""
         layouts = (self._master, *self._master.longer.values())
         return {blocks * layout.block: ops for layout in layouts for (blocks, _), ops in layout._ops.items()}
 

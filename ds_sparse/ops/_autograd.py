@@ -1,4 +1,4 @@
-"""What the operations' autograd functions share: `torch.func`'s transforms, and a sentence where gradients end."""
+"""Shared by the operations' autograd functions: `torch.func`'s transforms, and a sentence where gradients end."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def differentiable_once_in(operation: str, *operands: Tensor | None) -> tuple[An
 
 
 def _is_plain() -> bool:
-    """Whether only `requires_grad` says what is differentiated: no transform, trace nor forward mode does."""
+    """Tells if only `requires_grad` says what is differentiated: no transform, trace nor forward mode does."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return forward_ad._current_level < 0

@@ -1,4 +1,4 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts of operators: products, two operations a multiplication.
+"""Formulas of `torch.utils.flop_counter.FlopCounterMode` for operators: products, two operations a multiplication.
 
 Attention counts whole blocks, as kernels walk them, whatever masks, causality and short last blocks leave of a block:
 4 D operations a live score forward, 10 D backward, D the head size rounded up to a multiple of 8. The gradient of `rpe`

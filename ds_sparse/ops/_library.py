@@ -1,4 +1,4 @@
-"""Which devices and dtypes the native libraries serve."""
+"""Devices and dtypes that the native libraries serve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..layout import is_distributed
 from ..tools.hardware import driver_problem, gpu_problem
 
 CUDA_LIBRARY = getattr(_ops, "CUDA_LIBRARY", None) or Path(getattr(_ops, _ops.ops.name).__file__)
-"""That of a build of kernel-builder, its only one, is a module of Python."""
+"""A build of kernel-builder has one library alone, a module of Python."""
 
 BLOCK_OPERATORS = (
     "matmul_sdd",
@@ -57,7 +57,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> list[str]:
-    """Those of the operators that have no kernel for a device type such as "cuda"; empty where all of them run."""
+    """Operators, of those given, that have no kernel for a device type such as "cuda"; empty where all of them run."""
     has_kernel, key = torch._C._dispatch_has_kernel_for_dispatch_key, device_type.upper()
     return [name for name in operators if not has_kernel(add_op_namespace_prefix(name), key)]
 
@@ -161,14 +161,14 @@ def require_kernel(operator: str, device: torch.device) -> None:
 
 @functools.cache
 def cuda_versions() -> tuple[int, int]:
-    """Of the CUDA library's runtime, and the latest that the GPU driver serves; 12.8 is 12080."""
+    """Versions of the CUDA library's runtime, and the latest that the GPU driver serves; 12.8 is 12080."""
     library = ctypes.CDLL(str(CUDA_LIBRARY))
     return library.ds_sparse_cuda_runtime_version(), library.ds_sparse_cuda_driver_version()
 
 
 @functools.cache
 def has_machine_code(device: torch.device) -> bool:
-    """Whether the CUDA library has code that the GPU runs."""
+    """Tells if the CUDA library has code that the GPU runs."""
     has_code = ctypes.CDLL(str(CUDA_LIBRARY)).ds_sparse_cuda_has_code_for_gpu
     has_code.restype = ctypes.c_bool
     with torch.cuda.device(device):

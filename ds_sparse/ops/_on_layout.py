@@ -1,4 +1,4 @@
-"""What the operations that are made for a layout have in common: its index, on each device that they meet."""
+"""Shared by operations that are made for a layout: its index, on each device that they meet."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ OPERANDS = frozenset(
 """Operands with a batch in dimension 0; of values of token pairs it is in there with the heads, before them."""
 
 AS_KERNELS_READ = frozenset({"query", "key", "value", "output", "grad_output"})
-"""Those that `readable` makes readable; other head sizes than multiples of 8 come where kernels read any."""
+"""Operands that `readable` makes readable; other head sizes than multiples of 8 come where kernels read any."""
 
 CONTIGUOUS = frozenset({"key_bias", "rows", "grad_lse", "values", "scores", "grad", "probs", "band"})
 

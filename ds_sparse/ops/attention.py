@@ -23,7 +23,7 @@ from .query_offset import attention_at, parts_at
 
 
 class Options(TypedDict, total=False):
-    """What `block_sparse_attention` takes by name, but for `return_lse`."""
+    """Options of `block_sparse_attention`, but for `return_lse`."""
 
     block: int | None
     cu_seqlens: Tensor | None

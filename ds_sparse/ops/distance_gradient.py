@@ -47,7 +47,7 @@ class _Part(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """What is computed with, of some sequences: products' operands in fp32 or wider, key and value with as many heads
+    """Operands of some sequences: those of products in fp32 or wider, key and value with as many heads
     as query, tokens in whole blocks."""
 
     query: Tensor
@@ -251,7 +251,7 @@ def _product(a: Tensor, b: Tensor, part: _Part, block: int) -> Tensor:
 
 
 def _masks(given: _Operands, heads: slice, tokens: slice, row: Tensor, columns: Tensor, block: int) -> Iterator[Tensor]:
-    """What masks or is added besides distances, on the blocks of a part: it broadcasts to (B, h, n, block, block)."""
+    """Masks and biases besides distances, on the blocks of a part: the result broadcasts to (B, h, n, block, block)."""
     if given.key_bias is not None:
         yield given.key_bias.unflatten(-1, (-1, block))[:, columns][:, None, :, None]
     mask = given.attn_mask

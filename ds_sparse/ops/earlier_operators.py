@@ -1,4 +1,4 @@
-"""What an operator computes that only programs hold which earlier versions exported."""
+"""Operators that only programs hold which earlier versions exported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation runs a call of attention, and why not the others."""
+"""Says which implementation runs a call of attention, and why not the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .window_attention import fitting_window
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found.
+    """Findings of `explain`.
 
     Attributes:
         operation: 'block_sparse_attention', or 'sparse_attn' for a `TokenIndex`.

@@ -1,4 +1,4 @@
-"""What dropout keeps of probabilities on live blocks, drawn as kernels draw it (`reference.dropout_keep`)."""
+"""Dropout of probabilities on live blocks, drawn as kernels draw it (`reference.dropout_keep`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 STEPS = 32768
-"""Of a probability: a random number has 15 bits."""
+"""Steps of a probability: a random number has 15 bits."""
 
 _LOW = 0xFFFFFFFF
 _FACTORS, _KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -20,7 +20,7 @@ def threshold_of(dropout_p: float) -> int:
 def kept_on_blocks(
     seed: Tensor, dropout_p: float, matrices: Tensor, rows: Tensor, columns: Tensor, block: int
 ) -> Tensor:
-    """Which probabilities are kept of live blocks.
+    """Draws which probabilities of live blocks are kept.
 
     Eight elements of a 16 x 16 square share a draw, at distances of 8 rows, of 1 column and of 8 columns: a draw is
     made once, or twice where a block is half a square.

@@ -261,7 +261,7 @@ def _token_by_token(operation: str, x: torch.Tensor, index: BlockIndex, forced: 
 
 
 def allow_tf32() -> bool:
-    """Whether fp32 products on CUDA may round their operands to TF32, as torch's own may."""
+    """Tells if fp32 products on CUDA may round their operands to TF32, as torch's own may."""
     return torch.backends.cuda.matmul.allow_tf32
 
 

@@ -1,4 +1,4 @@
-"""What operations are given, those of attention foremost: checked, and made as kernels take it."""
+"""Operands of operations, attention's foremost: checked, and made as kernels take them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _of_documents(query: torch.Tensor) -> str:
 
 
 def _of_one_size(key: torch.Tensor, value: torch.Tensor) -> str:
-    """What to do about a value whose head size is another than key's; "" where more differs."""
+    """Says what to do about a value whose head size is another than key's; "" where more differs."""
     if key.dim() != 4 or value.shape[:-1] != key.shape[:-1]:
         return ""
     depth, of_value = key.shape[-1], value.shape[-1]
@@ -85,7 +85,7 @@ def of_flash(query: torch.Tensor, fits: bool, name: str = "query") -> str:
 
 
 def broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether each of the sizes is 1 or the wanted one, the last beside the last.
+    """Tells if each of the sizes is 1 or the wanted one, the last beside the last.
 
     They are compared one by one: sizes of a traced tensor may be symbols, which torch.compile does not find in a tuple,
     as in `size in (1, wanted)`.
@@ -210,7 +210,7 @@ def as_matrix(bias: torch.Tensor, tokens: int, keys: int) -> torch.Tensor:
 
 
 def as_added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to scores in `dtype`: -inf stays, and no finite value becomes it."""
+    """A bias of scores in `dtype`: -inf stays, and no finite value becomes it."""
     shape = x.shape
     if not x.requires_grad:
         # What an expanded view repeats is converted once. With a gradient each repeat has its own.
@@ -261,7 +261,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_as(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel returns beside x: heads inside tokens in memory where x has them so."""
+    """Allocates as a kernel does for a result beside x: heads inside tokens in memory where x has them so."""
     batch, heads, tokens, head_dim = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)

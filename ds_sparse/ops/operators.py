@@ -32,7 +32,7 @@ Arguments = SimpleNamespace
 
 
 class Operator(NamedTuple):
-    """What is told to PyTorch of an operator.
+    """An operator's row: all that PyTorch is told of it.
 
     Attributes:
         fake: results without values.

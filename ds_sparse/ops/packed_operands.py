@@ -32,7 +32,7 @@ def is_packed(
     cu_seqlens: torch.Tensor | None,
     document_layout: str,
 ) -> bool:
-    """Whether a call of attention is over packed documents, where its layout is no `PackedIndex`.
+    """Tells if a call of attention is over packed documents, where its layout is no `PackedIndex`.
 
     Raises:
         ValueError: it is not, and has a `document_layout`.
@@ -50,7 +50,7 @@ def is_packed(
 
 
 def is_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, has_documents: bool) -> bool:
-    """Whether operands are a packed row in another form than (B, H, T, D): nested, or (T, H, D) where something else
+    """Tells if operands are a packed row in another form than (B, H, T, D): nested, or (T, H, D) where something else
     knows the documents."""
     if _are_jagged(query, key, value):
         return True

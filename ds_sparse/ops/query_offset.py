@@ -310,7 +310,7 @@ def _contained(a: Tensor, live: Tensor | None, b: Tensor) -> Tensor:
 
 
 def _is_known_finite(x: Tensor) -> bool:
-    """Whether x is finite, where to ask costs nothing but a sum: on the CPU, of tensors that have values."""
+    """Tells if x is finite, where to ask costs nothing but a sum: on the CPU, of tensors that have values."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return not isinstance(x, FakeTensor) and bool(x.sum(dtype=wide_dtype(x.dtype)).isfinite())
@@ -328,8 +328,8 @@ def _of_tokens(x: Tensor, token: Tensor, heads: int) -> Tensor:
 
 
 def _by_distance(bias: Tensor, offsets: tuple[int, ...], queries: int, token: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a bias by distance (H or 1, 2M - 1) adds for queries at offsets and their keys, tokens (P, L, M): (P, H or
-    L, T, M). The gradient of an embedding is summed in the same order each time."""
+    """Numbers that a bias by distance (H or 1, 2M - 1) adds for queries at offsets and their keys, tokens (P, L, M):
+    (P, H or L, T, M). The gradient of an embedding is summed in the same order each time."""
     position = torch.tensor(offsets, device=token.device)[:, None] + torch.arange(queries, device=token.device)
     number = token[:, :, None] - position[:, None, :, None] + bias.shape[1] // 2
     of_heads = embedding(number.clamp(0, bias.shape[1] - 1), as_added(bias, dtype).T)  # (P, L, T, M, H or 1)
@@ -339,7 +339,7 @@ def _by_distance(bias: Tensor, offsets: tuple[int, ...], queries: int, token: Te
 
 
 def _with_bias(seen: Tensor, total: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """What is seen, and the sum of what is added to scores, with one mask or bias more."""
+    """Adds one mask or bias to what is seen, and to the sum of biases."""
     if bias.dtype == torch.bool:
         return seen & bias, total
     masked = bias == float("-inf")

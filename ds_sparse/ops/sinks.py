@@ -23,7 +23,7 @@ def check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> None:
 def with_sinks(
     output: torch.Tensor, rows: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a kernel returned, with sinks in the denominators: output, which is overwritten, lse and rows.
+    """Adds sinks to the denominators of a kernel's results: output, which is overwritten, lse and rows.
 
     Backward's kernels compute the probabilities, which the sinks make smaller, from these rows. Dropout changes
     nothing: the probability of a sink has no value that it could drop.

@@ -109,7 +109,7 @@ def sparse_matmul_vo(q: Tensor, k: Tensor, values: Lists, offsets: Tensor | Sequ
 
 
 class Documents(TypedDict, total=False):
-    """What says where packed documents are."""
+    """The argument that says where packed documents are."""
 
     cu_seqlens: Tensor | None
     document_layout: str

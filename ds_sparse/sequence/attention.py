@@ -189,7 +189,7 @@ class SequenceParallelAttention:
 
     @outside_of_graphs
     def _halo(self, call: AttentionCall, lengths: tuple[int, ...]) -> BlockHalo | WindowHalo | None:
-        """What computes the rank's own queries, if ranks exchange keys in the place of heads."""
+        """The part that computes the rank's own queries, if ranks exchange keys in the place of heads."""
         attention, layout, causal = self._attention, None, call.causal
         if self._ranks.size == 1 or not computes_own_tokens(attention):
             return None
@@ -253,7 +253,7 @@ class SequenceParallelAttention:
         return deal_heads(live * heads if len(live) == 1 else live, key_heads, self._ranks.size)
 
     def _exchanges_of(self, deal: HeadDeal, lengths: tuple[int, ...]) -> tuple[Exchange, Exchange]:
-        """Of query, key and value, and of the output."""
+        """Exchanges of query, key and value, and of the output."""
         there, back = (deal.queries, deal.keys, deal.keys), (deal.queries,)
         return Exchange(there, lengths, self._ranks), Exchange(back, lengths, self._ranks)
 
@@ -279,7 +279,7 @@ class SequenceParallelAttention:
         return torch.cat(outputs, 1)
 
     def _of(self, heads: tuple[int, ...]) -> Callable[..., torch.Tensor]:
-        """What computes these heads."""
+        """The attention that computes these heads."""
         attention = self._attention
         return attention.of_heads(heads) if isinstance(attention, StructuredAttention) else attention
 
@@ -341,7 +341,7 @@ class SequenceParallelAttention:
 
 
 def computes_own_tokens(attention: object) -> bool:
-    """Whether each rank can compute the queries of its own tokens, so that there may be more ranks than heads."""
+    """Tells if each rank can compute the queries of its own tokens, so that there may be more ranks than heads."""
     if isinstance(attention, StructuredAttention):
         return attention.implementation == "fused"
     return isinstance(attention, LocalAttention)
@@ -377,7 +377,7 @@ def _check_documents(
 
 
 def _live_blocks(layout: torch.Tensor, causal: bool) -> list[int]:
-    """Of each head of (1 or H, R, R); with `causal` without those above the diagonal."""
+    """Live blocks of each head of (1 or H, R, R); with `causal` without those above the diagonal."""
     return [int(count_live(causal_cut(head) if causal else head).sum()) for head in layout]
 
 

@@ -27,12 +27,12 @@ class SequenceBatches:
         return len(self.loader) * self.ranks.size - self.left_out
 
     def after(self, batches: int, skip: Callable[[Any, int], Any]) -> SequenceBatches:
-        """What comes after so many batches; `skip(loader, n)` is the loader without its first n."""
+        """Skips so many batches; `skip(loader, n)` is the loader without its first n."""
         of_loader, left_out = divmod(self.left_out + batches, self.ranks.size)
         return SequenceBatches(skip(self.loader, of_loader), self.ranks, left_out)
 
     def set_epoch(self, epoch: int) -> None:
-        """That of the loader, or of its sampler, where they have one: rows are shuffled anew in each epoch."""
+        """Sets the epoch of the loader, or of its sampler, where they have one: each epoch shuffles rows anew."""
         set_epoch: Any = getattr(self.loader, "set_epoch", None)
         set_epoch = set_epoch or getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:

@@ -1,4 +1,4 @@
-"""Which rank computes which heads: dealt so that ranks have nearly as many live blocks."""
+"""Deals heads to ranks, so that ranks have nearly as many live blocks."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class RanksOfSequence:
         return self  # a group of processes has no copy
 
     def rows_of_all(self, numbers: torch.Tensor) -> torch.Tensor:
-        """What each rank has for `numbers`, (size, *its shape), which is the same everywhere."""
+        """Gathers each rank's `numbers`, (size, *its shape), which is the same everywhere."""
         rows = [torch.empty_like(numbers) for _ in range(self.size)]
         distributed.all_gather(rows, numbers.contiguous(), group=self.group)
         return torch.stack(rows)
@@ -110,7 +110,7 @@ def heads_to_tokens(output: torch.Tensor, exchange: Exchange) -> torch.Tensor:
 
 
 class Exchange:
-    """What goes between ranks at once, both ways, without a gradient: parts of the tokens of all heads, (B, heads,
+    """An exchange between ranks, both ways at once, without a gradient: parts of the tokens of all heads, (B, heads,
     lengths[rank], D), against all tokens of a part of the heads, (B, own heads, T, D).
 
     Tokens stand before heads on the way: what a rank gets of all others, one after the other, is then the whole
@@ -180,7 +180,7 @@ class Exchange:
             yield flat.as_strided(shape, on_the_way, start), x.as_strided(shape, in_place, x.storage_offset() + first)
 
     def _views_of(self, batch: int, width: int, strides: tuple[tuple[int, ...], ...]) -> list[_View]:
-        """Of each strip, for tensors of these strides."""
+        """Views of each strip, for tensors of these strides."""
         views = []
         for strip in self._strips:
             of_batch, of_head, of_token, of_number = strides[strip.tensor]

@@ -27,7 +27,7 @@ token."""
 
 
 class TokenExchange:
-    """What goes between ranks at once, both ways, without a gradient: copies of some tokens, and what comes back for
+    """An exchange between ranks, both ways at once, without a gradient: copies of some tokens, and what comes back for
     these, which is added up.
 
     Args:
@@ -271,14 +271,14 @@ class _WideRows:
         self._of_ranks, self._number = [len(within(wide, part)) for part in parts], len(wide)
 
     def to_owners(self, rows: Tensor) -> Tensor:
-        """What all ranks have for the rank's own, (ranks, own, B, ...), of what each has for all, (B, wide, ...)."""
+        """Gathers all ranks' parts of the rank's own, (ranks, own, B, ...), from each rank's of all, (B, wide, ...)."""
         rows = rows.transpose(0, 1)
         width, own = prod(rows.shape[1:]), len(self.own)
         to, of = [n * width for n in self._of_ranks], [own * width] * len(self._of_ranks)
         return self._ranks.exchange(rows.reshape(-1), to, of).view(len(of), own, *rows.shape[1:])
 
     def from_owners(self, parts: Tensor) -> Tensor:
-        """What the owners have for this rank, (B, wide, ...), of what each has for all, (ranks, own, B, ...)."""
+        """Gathers the owners' parts for this rank, (B, wide, ...), from each owner's for all, (ranks, own, B, ...)."""
         width, own = prod(parts.shape[2:]), len(self.own)
         to, of = [own * width] * len(self._of_ranks), [n * width for n in self._of_ranks]
         return self._ranks.exchange(parts.reshape(-1), to, of).view(self._number, *parts.shape[2:]).transpose(0, 1)
@@ -364,7 +364,7 @@ def _tokens_of(blocks: Tensor, block: int, tokens: int) -> Tensor:
 
 
 def _rows(layout: Tensor, own: Tensor, columns: Tensor, wide: Tensor, front: int) -> Tensor:
-    """What a rank computes of a layout: its own rows in some columns, and below them the wide ones in its own blocks'.
+    """A rank's part of a layout: its own rows in some columns, and below them the wide ones in its own blocks'.
     Some rows in front are empty."""
     rows = layout[:, own][:, :, columns]
     rows[:, torch.isin(own, wide)] = False

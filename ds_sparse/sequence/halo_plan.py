@@ -1,4 +1,4 @@
-"""Which keys a rank's queries see on other ranks (their halo), and which rows all ranks compute together."""
+"""Plans which keys a rank's queries see on other ranks (their halo), and which rows all ranks compute together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ operations."""
 
 
 class HaloPlan(NamedTuple):
-    """What ranks exchange where each computes the block rows of its own tokens.
+    """The exchange of ranks where each computes the block rows of its own tokens.
 
     A row that sees keys of many other ranks, as a global token's, is wide: each rank computes it over its own keys, and
     the rank that has the row puts the parts together.
@@ -38,7 +38,7 @@ class HaloPlan(NamedTuple):
     received: int
 
     def blocks(self, rank: int) -> range:
-        """Those of a rank."""
+        """Block rows that a rank owns."""
         return range(self.bounds[rank], self.bounds[rank + 1])
 
 
@@ -64,12 +64,12 @@ def parts_of(lengths: Sequence[int]) -> list[range]:
 
 
 def within(places: Tensor, part: range) -> Tensor:
-    """Those of some places that are in a part."""
+    """Places, of some, that are in a part."""
     return places[(places >= part.start) & (places < part.stop)]
 
 
 def tokens_seen(part: range, window: int, tokens: int, causal: bool) -> range:
-    """What tokens of a part see by a window on each side, or before them, of so many."""
+    """Tokens that a part sees by a window on each side, or before them, of so many."""
     return range(max(0, part.start - window), min(tokens, part.stop + (0 if causal else window)))
 
 
@@ -137,7 +137,7 @@ def _needed(seen: Tensor, classes: Tensor, largest: int) -> list[Tensor]:
 
 
 def _of_others(seen: Tensor, own: range) -> Tensor:
-    """What own rows see of other ranks, bool (own, R)."""
+    """Columns of other ranks that own rows see, bool (own, R)."""
     found = seen[own.start : own.stop].clone()
     found[:, own.start : own.stop] = False
     return found

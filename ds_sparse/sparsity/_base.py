@@ -104,7 +104,7 @@ class SparsityConfig:
 
     @property
     def draws_random_blocks(self) -> bool:
-        """Whether the layout may depend on the seed, as far as the fields tell: code of a subclass counts as if it did,
+        """Tells if the layout may depend on the seed, as far as fields tell: code of a subclass counts as if it did,
         and `draws` tries it. A subclass may say so itself."""
         return self.overrides_layout() or self._says("num_random_blocks", 0) > 0
 
@@ -291,7 +291,7 @@ class SparsityConfig:
         return [getattr(type(self), step).of_rows(self, h, blocks) for step in self._steps]
 
     def sampler(self, h: int) -> Callable[[range, int], list[int]]:
-        """What draws the random blocks of a head.
+        """The generator that draws the random blocks of a head.
 
         Args:
             h: the head, from 0.
@@ -333,7 +333,7 @@ class SparsityConfig:
         return getattr(self, name) if name in cls.__pydantic_fields__ else default
 
     def overrides_layout(self) -> bool:
-        """Whether a class outside this package replaces something of ours: it may count on int64 and num_heads."""
+        """Tells if a class outside this package replaces something of ours: it may count on int64 and num_heads."""
         mro = type(self).__mro__
         ours = next(place for place, cls in enumerate(mro) if cls.__module__.startswith(f"{__package__}."))
         return any(hasattr(mro[ours], name) for cls in mro[:ours] for name in vars(cls) if not name.startswith("__"))

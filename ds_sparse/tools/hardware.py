@@ -45,7 +45,7 @@ class Gpu(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is wrong with a machine or an installation, in a sentence, and what to do about it."""
+    """A fault of a machine or an installation, in a sentence, and what to do about it."""
 
     what: str
     do: str

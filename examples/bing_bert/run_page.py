@@ -1,4 +1,4 @@
-"""What is left of a run that has ended: the loss curve as a picture, and one page, which asks for no network."""
+"""Shows a run that has ended: the loss curve as a picture, and one page, which asks for no network."""
 
 from __future__ import annotations
 
