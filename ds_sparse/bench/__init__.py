@@ -18,10 +18,15 @@ IN_A_CLONE = {
 """Operations of `python -m benchmarks`, the program of a clone, which adds them to `OPERATIONS`."""
 
 
+def command_of(operation: str) -> str:
+    """The command that measures an operation."""
+    return f"python -m benchmarks {operation}" if operation in IN_A_CLONE else f"ds_sparse bench {operation}"
+
+
 def sentence_of_clone(operation: str) -> str:
     """Says which program measures, and shows, what the installed package does not."""
     return (
-        f"{operation} compares models, by a program that is not installed: in a clone of ds_sparse run `python -m "
-        f"benchmarks {operation} ...`, with --help for its options; `python -m benchmarks show FILE` shows what it "
+        f"{operation} compares models, by a program that is not installed: in a clone of ds_sparse run "
+        f"`{command_of(operation)} ...`, with --help for its options; `python -m benchmarks show FILE` shows what it "
         "wrote."
     )

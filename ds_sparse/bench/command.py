@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..tools.arguments import positive
+from . import command_of
 from .machine import DTYPES
 from .registry import operation as entry
 from .runs import without_json
@@ -56,7 +57,7 @@ def parse(operation: str, arguments: list[str], is_recorded: bool = False) -> ar
     Args:
         is_recorded: they are a file's: a mistake raises ValueError, and peers may be unknown here.
     """
-    parser = (Recorded if is_recorded else argparse.ArgumentParser)(prog=f"ds_sparse bench {operation}")
+    parser = (Recorded if is_recorded else argparse.ArgumentParser)(prog=command_of(operation))
     parser.set_defaults(operation=operation, arguments=without_json(arguments), by_device={}, known_peers=())
     entry(operation).add(parser)
     args = parser.parse_args(arguments)

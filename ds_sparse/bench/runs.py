@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from . import command_of
 from .floors import Ceilings
 
 Kind = TypeVar("Kind")
@@ -122,7 +123,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        return shlex.join(["ds_sparse", "bench", self.operation, *self.arguments])
+        return shlex.join([*command_of(self.operation).split(), *self.arguments])
 
     def heading(self) -> Iterator[str]:
         """Lines above the tables."""
