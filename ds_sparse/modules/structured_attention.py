@@ -38,6 +38,10 @@ class SparseOps(NamedTuple):
     output: MatMul
 
 
+_OTHER_OPTIONS = frozenset({"scale", "dropout_p", "causal", "distance_bias", "sinks"})
+"""Options of a call that it hands on as they are."""
+
+
 def is_structure(given: Any) -> bool:
     """Tells if it has all that attention asks a structure for; it need be none of this package."""
     return not isinstance(given, type) and all(hasattr(given, name) for name in ("block", "num_heads", "make_layout"))
@@ -222,7 +226,8 @@ class StructuredAttention:
         )
         if call.dropout_p:
             probs = dropout(probs, call.dropout_p)
-        return ops.output(probs, value)[:, :, :tokens]
+        output = ops.output(probs, value)
+        return output[:, :, :tokens] if missing else output
 
     def check(
         self,
@@ -236,7 +241,9 @@ class StructuredAttention:
         attn_mask: torch.Tensor | None = None,
         **more: Any,
     ) -> None:
-        """Raises what the call raises for operands and masks."""
+        """Raises what the call raises for operands and masks, and for options that it has not."""
+        for name in more.keys() - _OTHER_OPTIONS:
+            raise TypeError(f"StructuredAttention.__call__() got an unexpected keyword argument {name!r}")
         dims = (0, 2, 3) if query_offset is None else (0, 3)
         alike = key.shape == value.shape and all(key.shape[dim] == query.shape[dim] for dim in dims)
         if not alike or not key.shape[1] or query.shape[1] % key.shape[1]:

@@ -97,16 +97,25 @@ def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
     return decorated
 
 
+def named(name: str, function: Any) -> Any:
+    """The autograd function under a name of its own, which profiles, `grad_fn` and PyTorch's sentences give."""
+    for cls, own in ((function, name), (function._backward_cls, f"{name}Backward")):
+        cls.__name__ = cls.__qualname__ = own
+    return function
+
+
 def product_function(
+    name: str,
     operation: str,
     product: Callable[..., Tensor],
     of_first: Callable[..., Tensor],
     of_second: Callable[..., Tensor],
     read: Callable[..., Tensor] | None = None,
 ) -> Any:
-    """Makes the autograd function of a product: of two operands, and what says how they are multiplied.
+    """Makes the autograd function of a product: of two operands, and a tuple of what says how they are multiplied.
 
     Args:
+        name: of the function.
         operation: its name in sentences.
         product: gives the product of the operands and the rest.
         of_first, of_second: give the gradient of an operand, of that of the product, both operands, the rest, and the
@@ -116,12 +125,12 @@ def product_function(
 
     class Product(Function):
         @staticmethod
-        def forward(a, b, *how):
+        def forward(a, b, how):
             return product(a, b, *how)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            a, b, *ctx.how = inputs
+            a, b, ctx.how = inputs
             ctx.forced = forced_implementation()
             ctx.save_for_backward(a, b)
 
@@ -133,9 +142,9 @@ def product_function(
             call = grad, *ctx.saved_tensors, *ctx.how, forced
             grad_a = of_first(*call) if wanted[0] else None
             grad_b = of_second(*call) if wanted[1] else None
-            return grad_a, grad_b, *(None,) * len(ctx.how)
+            return grad_a, grad_b, None
 
-    return Product
+    return named(name, Product)
 
 
 def differentiable_once_in(operation: str, *operands: Tensor | None) -> tuple[Any, ...]:

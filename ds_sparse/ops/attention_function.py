@@ -17,7 +17,7 @@ from .._ops import ops
 from ..dispatch import choose, forced_implementation, readable
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
-from ._autograd import Function, differentiable_once
+from ._autograd import Function, differentiable_once, named
 from .call import AttentionCall
 from .distance_gradient import distance_bias_backward
 from .operands import (
@@ -34,6 +34,7 @@ from .sinks import grad_of_sinks, with_sinks
 
 
 def attention_function(
+    name: str,
     operation: str,
     run: Callable[..., tuple[Tensor, Tensor, Tensor]],
     gradients: Callable[..., tuple[Tensor | None, ...]],
@@ -43,6 +44,7 @@ def attention_function(
     and a tuple of numbers it gives output, lse and rows.
 
     Args:
+        name: of the function.
         operation: its name in sentences.
         run: gives output, lse and rows of the index, the operands but for sinks, and the numbers.
         gradients: gives those of query, key, value and bias, of the index; the gradients of output and lse; query, key,
@@ -78,7 +80,7 @@ def attention_function(
             grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks) if of_sinks else None
             return *grads, grad_sinks, None, None, None, None, None
 
-    return Attention
+    return named(name, Attention)
 
 
 def attend(call: AttentionCall, index: BlockIndex | MasterLayout) -> tuple[Tensor, Tensor]:
@@ -181,4 +183,4 @@ def _gradients(index: BlockIndex | MasterLayout, *call, wanted: tuple[bool, ...]
     return *grads, grad_bias
 
 
-_Attention = attention_function("block_sparse_attention", attention_forward, _gradients)
+_Attention = attention_function("_Attention", "block_sparse_attention", attention_forward, _gradients)

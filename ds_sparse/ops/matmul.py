@@ -141,20 +141,20 @@ class MatMul(OnLayout):
         batch = max(a.shape[0], b.shape[0])
         a, b = _expand("A", a, batch, heads), _expand("B", b, batch, heads)
         require_kernel("matmul_sdd", a.device)
-        return _SDD.apply(a, b, index)
+        return _SDD.apply(a, b, (index,))
 
     def _dsd(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
         b_dim = 3 if self.trans_b else 2
         inner = (index.rows if self.trans_a else index.columns) * index.block
         values, dense = self._sparse_and_dense("A", a, "B", b, b_dim, inner, index)
-        return _DSD.apply(values, dense.transpose(-1, -2) if self.trans_b else dense, index, self.trans_a, False)
+        return _DSD.apply(values, dense.transpose(-1, -2) if self.trans_b else dense, (index, self.trans_a, False))
 
     def _dds(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
         a_dim = 2 if self.trans_a else 3
         inner = (index.columns if self.trans_b else index.rows) * index.block
         values, dense = self._sparse_and_dense("B", b, "A", a, a_dim, inner, index)
         dense_transposed = dense if self.trans_a else dense.transpose(-1, -2)
-        return _DSD.apply(values, dense_transposed, index, not self.trans_b, True)
+        return _DSD.apply(values, dense_transposed, (index, not self.trans_b, True))
 
     def _sparse_and_dense(
         self,
@@ -290,5 +290,5 @@ def _read(grad, index, transposed, transpose_result, forced):
     return _token_by_token("dsd", grad.transpose(-1, -2), index, forced) if transpose_result else grad
 
 
-_SDD = product_function("MatMul", _sdd, _sdd_of_first, _sdd_of_second)
-_DSD = product_function("MatMul", _dsd, _dsd_of_values, _dsd_of_dense, _read)
+_SDD = product_function("_SDD", "MatMul", _sdd, _sdd_of_first, _sdd_of_second)
+_DSD = product_function("_DSD", "MatMul", _dsd, _dsd_of_values, _dsd_of_dense, _read)

@@ -175,4 +175,4 @@ def _gradients(index, *call, wanted, forced):
     return *grads, None
 
 
-_PackedAttention = attention_function("block_sparse_attention", _run, _gradients)
+_PackedAttention = attention_function("_PackedAttention", "block_sparse_attention", _run, _gradients)

@@ -394,7 +394,7 @@ def _operands_of_scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, index: TokenIndex) -> Nested:
-    flat = _Matmul.apply(as_4d(q), as_4d(k), index)
+    flat = _Matmul.apply(as_4d(q), as_4d(k), (index,))
     return index.scores_of(flat, tuple(q.shape[:-2]))
 
 
@@ -416,6 +416,7 @@ def _product(q: Tensor, k: Tensor, index: TokenIndex) -> Tensor:
 
 
 _Matmul = product_function(
+    "_Matmul",
     "sparse_matmul",
     _product,
     lambda grad, q, k, index, forced: ops.token_matmul_dsd(
@@ -451,5 +452,5 @@ def _gradients_of_tiles(tiles, *call, wanted, forced):
     return *grads, None
 
 
-_Attention = attention_function("sparse_attn", _run, _gradients, lambda grad: grad)
-_TiledAttention = attention_function("sparse_attn", _run_tiles, _gradients_of_tiles)
+_Attention = attention_function("_Attention", "sparse_attn", _run, _gradients, lambda grad: grad)
+_TiledAttention = attention_function("_TiledAttention", "sparse_attn", _run_tiles, _gradients_of_tiles)

@@ -60,7 +60,7 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.T
     if not torch.compiler.is_compiling():
         _refuse_wide(a, leading, window)
     require_kernel("window_matmul", a.device)
-    band = _WindowMatmul.apply(_with_heads(a, leading), _with_heads(b.transpose(-1, -2), leading), window)
+    band = _WindowMatmul.apply(_with_heads(a, leading), _with_heads(b.transpose(-1, -2), leading), (window,))
     return band.reshape(*leading, *band.shape[2:])
 
 
@@ -105,7 +105,7 @@ def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window_size: int) -> torch
         )
     leading = _leading(p=p, v=v)
     require_kernel("unwindow_matmul", p.device)
-    output = _UnwindowMatmul.apply(_with_heads(p, leading), _with_heads(v, leading))
+    output = _UnwindowMatmul.apply(_with_heads(p, leading), _with_heads(v, leading), ())
     return output.reshape(*leading, *output.shape[2:])
 
 
@@ -232,6 +232,7 @@ def band_implementation(a: torch.Tensor, b: torch.Tensor, window: int, forced: s
 
 
 _WindowMatmul = product_function(
+    "_WindowMatmul",
     "window_matmul",
     _band,
     lambda grad, a, b, window, forced: ops.unwindow_matmul(grad, b, False),
@@ -240,6 +241,7 @@ _WindowMatmul = product_function(
 """The band of a and b, both (B, H, T, D)."""
 
 _UnwindowMatmul = product_function(
+    "_UnwindowMatmul",
     "unwindow_matmul",
     lambda band, dense: ops.unwindow_matmul(band, dense, False),
     lambda grad, band, dense, forced: _band(grad, dense, band.shape[-1] // 2, forced),

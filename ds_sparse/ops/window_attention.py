@@ -286,4 +286,4 @@ def _gradients(index, grad_output, grad_lse, *call, wanted, forced):
     return *window_attention_backward(index, grad_output, *saved, *numbers, forced=forced), None
 
 
-_WindowAttention = attention_function("window_attention", _run, _gradients)
+_WindowAttention = attention_function("_WindowAttention", "window_attention", _run, _gradients)

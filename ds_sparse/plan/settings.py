@@ -133,7 +133,8 @@ def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: in
 
 def _dtype(config: Mapping[str, Any], source: str) -> str:
     names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-    return next((names[key] for key in names if _object(config, key, source).get("enabled") is True), "fp32")
+    on = [names[key] for key in names if _object(config, key, source).get("enabled") is True]
+    return on[0] if on else "fp32"
 
 
 def _object(config: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:

@@ -94,11 +94,13 @@ class SparsityConfig:
     """Defaults which differ between DeepSpeed's JSON block and its class."""
 
     _steps: ClassVar[tuple[str, ...]] = ()
-    """Names of the methods that lay a head out: every `row_step` of the class, in the order in which it has them."""
+    """Names of the methods that lay a head out, in their order, each a `row_step`: those of the class as it has them,
+    unless it, or a class that it extends, names them."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        cls._steps = tuple(name for name, member in vars(cls).items() if hasattr(member, "of_rows")) or cls._steps
+        if not cls._steps:
+            cls._steps = tuple(name for name, member in vars(cls).items() if hasattr(member, "of_rows"))
         if "__init__" in vars(cls):
             setattr(cls, DECLARED, frozenset())
 

@@ -319,6 +319,14 @@ def test_a_layout_is_made_inside_of_transforms_too(implementation: str):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("implementation", ["fused", "separate"])
+def test_an_output_may_be_changed_in_place(implementation: str):
+    with torch.no_grad():
+        output = make(implementation=implementation)(*inputs())
+    output.add_(torch.zeros_like(output, requires_grad=True))
+    assert output.requires_grad
+
+
 @pytest.mark.parametrize("kind", [torch.jagged, torch.strided], ids=str)
 def test_nested_tensors_get_a_sentence(kind: torch.layout):
     x = torch.nested.nested_tensor([torch.randn(16, HEADS, 8), torch.randn(32, HEADS, 8)], layout=kind)

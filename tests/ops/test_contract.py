@@ -213,6 +213,15 @@ def test_compiles_into_one_graph(device: str, name: str):
         torch.library.opcheck(target, args)
 
 
+@pytest.mark.parametrize("name", PREPARED)
+def test_compiles_into_one_graph_where_nothing_wants_a_gradient(device: str, name: str):
+    torch._dynamo.reset()
+    operation = operations(device, prepared=True)[name]
+    given = inputs(device, operation.shapes)
+    result = torch.compile(lambda *x: operation.call(*x), fullgraph=True, backend="eager")(*given)
+    torch.testing.assert_close(result, operation.call(*given))
+
+
 IN_GRAPHS = {
     "attention of a module", "attention of a module by distance", "attention by distance", "window_attention",
     "window_attention, dilated",

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import ds_sparse.sparsity as sparsity
 from ds_sparse.sparsity import SparsityConfig, SparsityWarning, declarations, register_sparsity
 from ds_sparse.sparsity._registry import sparsity_class, sparsity_modes
+from ds_sparse.sparsity._steps import row_step
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_layouts.json").read_text())
 BUILT_IN = [
@@ -448,3 +449,25 @@ def test_a_structure_of_ones_own_gives_rows_of_its_layout():
 
     structure = Checkered(2)
     assert torch.equal(structure.make_rows(160).maker(0)(range(3, 9)), structure.make_bool_layout(160)[0, 3:9])
+
+
+def test_steps_are_laid_out_as_a_class_or_one_that_it_extends_names_them():
+    class OneStepAnew(sparsity.BigBirdSparsityConfig):
+        @row_step
+        def set_random_layout(self, h, blocks):
+            return lambda live, rows: None
+
+    class OwnOrder(SparsityConfig):
+        _steps = ("first", "second")
+
+        @row_step
+        def second(self, h, blocks):
+            return lambda live, rows: live.fill_(0)
+
+        @row_step
+        def first(self, h, blocks):
+            return lambda live, rows: live.fill_(1)
+
+    without_draws = sparsity.BigBirdSparsityConfig(2, 16, num_random_blocks=0).make_bool_layout(256)
+    assert torch.equal(OneStepAnew(2, 16).make_bool_layout(256), without_draws)
+    assert not OwnOrder(1).make_bool_layout(64).any()
