@@ -36,3 +36,13 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_sparse.sparsity import _registry
 
     monkeypatch.setattr(_registry, "_classes", dict(_registry._classes))
+
+
+@pytest.fixture
+def without_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench has the operations of the installed package alone, whatever tests of benchmarks added to this
+    process."""
+    from ds_sparse.bench import IN_A_CLONE, OPERATIONS
+
+    for name in IN_A_CLONE:
+        monkeypatch.delitem(OPERATIONS, name, raising=False)

@@ -24,11 +24,9 @@ class Function(torch.autograd.Function):
     @classmethod
     @as_it_is
     def apply(cls, *args):
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return super(Function, _without_forward_mode(cls)).apply(*args)
         args = unwrap_dead_wrappers(args)
-        if forward_ad._current_level >= 0:
-            return super(Function, _without_forward_mode(cls)).apply(*args)
         if torch.is_grad_enabled():
             for x in args:
                 if isinstance(x, Tensor) and x.requires_grad:

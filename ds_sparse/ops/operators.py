@@ -78,12 +78,16 @@ def _distance_gradient(x: Arguments, *call: Any) -> Tensor:
 
 def _attention(x: Arguments) -> tuple[Tensor, ...]:
     """output, lse and the two numbers of each row."""
-    shape, wide = x.query.shape[:3], wide_dtype(x.query.dtype)
-    return empty_as(x.query), x.query.new_empty(shape, dtype=wide), x.query.new_empty((*shape, 2), dtype=wide)
+    return _of_rows(x, *x.query.shape[:3])
 
 
 def _packed_attention(x: Arguments) -> tuple[Tensor, ...]:
-    shape, wide = (1, x.query.shape[1], x.spans.shape[0] * x.block), wide_dtype(x.query.dtype)
+    """The same, of rows by aligned numbers."""
+    return _of_rows(x, 1, x.query.shape[1], x.spans.shape[0] * x.block)
+
+
+def _of_rows(x: Arguments, *shape: int) -> tuple[Tensor, ...]:
+    wide = wide_dtype(x.query.dtype)
     return empty_as(x.query), x.query.new_empty(shape, dtype=wide), x.query.new_empty((*shape, 2), dtype=wide)
 
 

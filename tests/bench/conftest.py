@@ -3,16 +3,13 @@ import argparse
 import pytest
 import torch
 
-from ds_sparse.bench import IN_A_CLONE, OPERATIONS
 from ds_sparse.bench.run import run_case
 from ds_sparse.cli import main
 
 
 @pytest.fixture(autouse=True)
-def without_a_clone(monkeypatch):
-    """The operations of the installed package alone, whatever tests of benchmarks added to this process."""
-    for name in IN_A_CLONE:
-        monkeypatch.delitem(OPERATIONS, name, raising=False)
+def installed_alone(without_a_clone):
+    """What the installed package measures, in all tests of this folder."""
 
 
 @pytest.fixture

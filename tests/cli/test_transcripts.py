@@ -10,7 +10,6 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from ds_sparse import bench
 from ds_sparse.cli import main
 from ds_sparse.plan import rates
 
@@ -18,11 +17,9 @@ FOLDER = Path(__file__).parent / "transcripts"
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch):
+def machine(monkeypatch, without_a_clone):
     """No GPU, a terminal of 100 columns, the files beside the transcripts, no operation that a clone adds to the bench,
     and rates that no measurement changes."""
-    for name in bench.IN_A_CLONE:
-        monkeypatch.delitem(bench.OPERATIONS, name, raising=False)
     kept = TypeAdapter(rates.Rates).validate_json((FOLDER / "rates.json").read_bytes())
     monkeypatch.setattr(rates, "committed_rates", lambda: kept)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
