@@ -242,8 +242,9 @@ class StructuredAttention:
         **more: Any,
     ) -> None:
         """Raises what the call raises for operands and masks, and for options that it has not."""
-        for name in more.keys() - _OTHER_OPTIONS:
-            raise TypeError(f"StructuredAttention.__call__() got an unexpected keyword argument {name!r}")
+        for name in more:  # not a difference of sets, which PyTorch 2.11 does not trace
+            if name not in _OTHER_OPTIONS:
+                raise TypeError(f"StructuredAttention.__call__() got an unexpected keyword argument {name!r}")
         dims = (0, 2, 3) if query_offset is None else (0, 3)
         alike = key.shape == value.shape and all(key.shape[dim] == query.shape[dim] for dim in dims)
         if not alike or not key.shape[1] or query.shape[1] % key.shape[1]:
