@@ -37,6 +37,32 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(ds_sparse, m) {
+  // A layout (L, R, C), bool or uint8, any strides, as bits: uint8 (L, R, 4 * ceil(C / 32)), bit k of byte j is block
+  // 8 * j + k; causal: without those above the diagonal.
+  m.def("index_bits(Tensor layout, bool causal) -> Tensor");
+
+  // The bits of the blocks that block_indices (L, R, k) name for each block row, int32 or int64, in any order, perhaps
+  // twice; those below 0, or beyond the columns, name none.
+  m.def("index_bits_of_blocks(Tensor block_indices, int columns, bool causal) -> Tensor");
+
+  // bits without the blocks above the diagonal.
+  m.def("index_causal_bits(Tensor bits) -> Tensor");
+
+  // Which lines share a tile, for one or two heights of tiles, ascending, and how long their lists are; nothing waits.
+  // limited: long lists are cut into fewer parts, as there is space for so many alone.
+  // -> plan int32, for index_fill; counts int64, which begin as Header in csrc/index.h
+  m.def(
+      "index_plan(Tensor bits, int columns, int block, int[] tiles, bool of_rows, bool of_columns, bool limited) "
+      "-> (Tensor plan, Tensor counts)");
+
+  // The tiles of a plan: lines, entries, units and cuts of each height of the rows, then of the columns. layout_heads:
+  // L, or 1 where all heads are equal. sizes: three for each, the numbers of its entries, units and cuts, or, if
+  // limited, the space for them. Then a unit more is there, and all behind the last are (-1, their number, 0, 0); where
+  // entries have no space, the tile's units have none, from -1 on.
+  m.def(
+      "index_fill(Tensor bits, Tensor plan, Tensor counts, int columns, int block, int[] tiles, bool of_rows, "
+      "bool of_columns, bool limited, int layout_heads, int[] sizes) -> Tensor[]");
+
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
   // tile_...: for "hopper" the same blocks in tiles, all or none: of 64 rows for blocks of 16 and 32, of 128 for blocks

@@ -77,7 +77,17 @@ class Launcher {
     run(kernel, blocks, threads, 0, nullptr, arguments...);
   }
 
-  // The same, with `bytes` of shared memory for each thread block.
+  // Runs `kernel` on a grid that has thread blocks in all dimensions.
+  template <class... Parameters, class... Arguments>
+  void on_grid(void (*kernel)(Parameters...), dim3 grid, dim3 threads, Arguments... arguments) const {
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = threads;
+    config.stream = stream_;
+    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  }
+
+  // Runs `kernel` with `bytes` of shared memory for each thread block.
   template <class... Parameters, class... Arguments>
   void with_shared_memory(
       void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, Arguments... arguments) const {

@@ -1,0 +1,295 @@
+// The index of a layout, what kernels walk: decisions that the builders of all devices share, and what a plan holds.
+//
+// A layout is bits here: uint32 words (L, lines, words), bit k of word w is block 32 * w + k of the other side. From it
+// follow, for each side, an order of lines in which neighbours have similar lists; for each height of tiles the union
+// of each tile's lists, cut into even work tiles; and the entries, in the order in which kernels take them fastest.
+// Formats: ds_sparse/index/tiles.py.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "checks.h"
+#include "packing.h"
+
+#ifdef __CUDACC__
+#define DS_SPARSE_ANYWHERE __host__ __device__ inline
+#else
+#define DS_SPARSE_ANYWHERE inline
+#endif
+
+namespace ds_sparse::index {
+
+// Tokens of tiles whose halves have warps of their own, on Hopper: their entries are ordered in turns.
+constexpr int kTallTile = 128;
+
+// Target run length, in tokens, of blocks that only one half of a tile needs before the order switches halves: lists of
+// mean length have runs of it, or of up to twice as many.
+constexpr int kTurn = 256;
+
+// Tokens of the other side: a list is cut at multiples of them, so that the steps of kernels that take so many at once,
+// or fewer, are full but for the last.
+constexpr int kStep = 64;
+
+// Tokens of a list below which it is not cut, and by which the longest work tile of a head has to become shorter: less
+// would not pay for putting the parts' results together, which takes a kernel of its own.
+constexpr int kLeastCut = 512;
+
+// Where nobody waits for counts, parts of a head's lists are limited by its number of tiles: they take memory.
+constexpr int kTilesOfPart = 4, kTilesOfCut = 8;
+
+constexpr int kMaxSets = 4, kMaxLines = 32 - kBlockBits;
+
+template <class N>
+DS_SPARSE_ANYWHERE N ceil_div(N x, N y) {
+  return (x + y - 1) / y;
+}
+
+DS_SPARSE_ANYWHERE int words_of(int64_t others) { return static_cast<int>((others + 31) / 32); }
+
+// The most entries of a work tile, for a head whose tiles have so many: one and a half times the mean, in whole steps.
+DS_SPARSE_ANYWHERE int64_t longest_of(int64_t entries, int64_t tiles, int64_t block) {
+  const int64_t step = block < kStep ? kStep / block : 1;
+  const int64_t of_mean = ceil_div(3 * entries, 2 * tiles * step), least = kLeastCut / (step * block);
+  return step * (of_mean > least ? of_mean : least > 1 ? least : 1);
+}
+
+DS_SPARSE_ANYWHERE int parts_of(int64_t entries, int64_t longest) {
+  return entries <= longest ? 1 : static_cast<int>(ceil_div(entries, longest));
+}
+
+DS_SPARSE_ANYWHERE bool pays_to_cut(int64_t longest_list, int64_t longest_part, int64_t block) {
+  return (longest_list - longest_part) * block > kLeastCut;
+}
+
+// Where part `number` of so many begins in a list: parts are even, in whole steps.
+DS_SPARSE_ANYWHERE int begin_of_part(int64_t entries, int64_t number, int64_t parts, int64_t block) {
+  const int64_t step = block < kStep ? kStep / block : 1, begin = ceil_div(entries, step) * number / parts * step;
+  return static_cast<int>(begin < entries ? begin : entries);
+}
+
+// Stretches of the other side that are ordered one by one, for tiles of so many entries in all: a power of two, so that
+// a half has a turn or two in one if each has half of the entries.
+DS_SPARSE_ANYWHERE int64_t stretches_of(int64_t entries, int64_t tiles, int64_t block) {
+  const int64_t tokens = block * entries / tiles;
+  int64_t stretches = 1;
+  while (2 * stretches <= tokens / (2 * kTurn)) stretches *= 2;
+  return stretches;
+}
+
+// Contents of a line's list as a number: of words, a sum of these.
+DS_SPARSE_ANYWHERE uint64_t hash_of(uint32_t word, int64_t number) {
+  uint64_t x = (uint64_t{word} << 32 | word) * (0x9e3779b97f4a7c15ull + 2 * static_cast<uint64_t>(number));
+  x = (x ^ x >> 29) * 0xbf58476d1ce4e5b9ull;
+  return word == 0 ? 0 : x ^ x >> 32;
+}
+
+// The order of lines is ascending by this: long lists (above twice the median) come first, as a global line in a tile
+// of others makes the tile walk all blocks for the sake of one line. Then lines stay where they are, which keeps
+// windows together; but those with the very list of an earlier line follow that one, as with strides.
+DS_SPARSE_ANYWHERE int64_t order_key(int64_t first_alike, int64_t count, int64_t median, int64_t lines) {
+  return first_alike + (count <= 2 * median ? lines : 0);
+}
+
+// The blocks that a tile's lines are live at, by its halves, 32 at a time.
+struct Halves {
+  uint32_t first, second;
+
+  // Those of the kind that comes at place 0, 1 or 2: in tiles of rows, blocks of both halves, of the first alone, of
+  // the second alone, as the kernels that hold a side take them fastest; in tiles of columns those of the first come
+  // before.
+  DS_SPARSE_ANYWHERE uint32_t kind(int place, bool of_rows) const {
+    if (place == 2) return second & ~first;
+    return (place == 0) == of_rows ? first & second : first & ~second;
+  }
+  DS_SPARSE_ANYWHERE uint32_t any() const { return first | second; }
+};
+
+// Bits of word `number` that are blocks from `begin` to `end` - 1.
+DS_SPARSE_ANYWHERE uint32_t bits_between(int64_t number, int64_t begin, int64_t end) {
+  const int64_t low = begin - 32 * number, high = end - 32 * number;
+  const uint32_t below_low = low <= 0 ? 0 : low >= 32 ? ~0u : (1u << low) - 1;
+  const uint32_t below_high = high <= 0 ? 0 : high >= 32 ? ~0u : (1u << high) - 1;
+  return below_high & ~below_low;
+}
+
+// One side of a layout, and where a plan has what belongs to it, in int32s.
+struct Side {
+  bool of_rows;
+  int lines, others, words;
+  int height, padded;  // lines of the highest tiles; lines as these fill them
+  int64_t bits, hashes, counts, first_alike, medians, order;
+};
+
+// Tiles of one height from one side, likewise. lengths, firsts: of each tile, within its head. work: int4, the work
+// tiles within their head, `most_work` of each: tile, first entry, number of entries, part. cuts: tile, first part,
+// number of parts, `most_cuts` of each.
+struct TileSet {
+  int side, height, tiles;
+  bool in_turns;
+  int most_work, most_cuts;
+  int64_t lengths, firsts, work, cuts;
+};
+
+// Numbers of a set, of all heads or of one.
+enum Total { kEntries, kWork, kCuts, kParts, kNumTotals };
+
+// The beginning of a plan's counts, int64, before the totals of each set and head, and the sums of those of the heads
+// before.
+struct Header {
+  int64_t ahead, differs, tickets, all_entries, live, live_of_first;
+  int64_t totals[kMaxSets][kNumTotals], of_first[kMaxSets][kNumTotals];
+};
+constexpr int64_t kHeader = sizeof(Header) / sizeof(int64_t);
+
+struct Plan {
+  int heads, rows, columns, num_sides, num_sets;
+  int64_t block, size;  // of memory, in int32s
+  bool limited;         // parts are limited, as nobody waits for counts
+  Side sides[2];
+  TileSet sets[kMaxSets];
+
+  DS_SPARSE_ANYWHERE int64_t total(int set, int64_t head) const {
+    return kHeader + (static_cast<int64_t>(set) * heads + head) * kNumTotals;
+  }
+  DS_SPARSE_ANYWHERE int64_t before(int set, int64_t head) const { return total(num_sets + set, head); }
+  int64_t num_counts() const { return before(num_sets, 0); }
+  DS_SPARSE_ANYWHERE int64_t all_tiles() const {
+    int64_t sum = 0;
+    for (int i = 0; i < num_sets; ++i) sum += static_cast<int64_t>(sets[i].tiles) * heads;
+    return sum;
+  }
+  DS_SPARSE_ANYWHERE int64_t stretches(int set, int64_t all_entries) const {
+    return sets[set].in_turns ? stretches_of(all_entries, all_tiles(), block) : 1;
+  }
+};
+
+inline void check_layout(const Tensor& layout) {
+  check_dim(layout, 3, "layout");
+  check(
+      layout.scalar_type() == ScalarType::Bool || layout.scalar_type() == ScalarType::Byte,
+      "layout has to be bool or uint8.");
+}
+
+inline void check_block_indices(const Tensor& block_indices, int64_t columns) {
+  check_dim(block_indices, 3, "block_indices");
+  check(
+      block_indices.scalar_type() == ScalarType::Int || block_indices.scalar_type() == ScalarType::Long,
+      "block_indices has to be int32 or int64.");
+  check_contiguous(block_indices, "block_indices");
+  check(columns > 0, "columns has to be 1 or more, got " + std::to_string(columns) + ".");
+}
+
+inline void check_bits(const Tensor& bits) {
+  check_dim(bits, 3, "bits");
+  check(bits.scalar_type() == ScalarType::Byte, "bits has to be uint8.");
+  check_contiguous(bits, "bits");
+  check(bits.size(2) % 4 == 0, "bits has to have whole words of 32 bits.");
+}
+
+// bits: uint8 (L, R, 4 * words of columns). tiles: one or two heights in tokens, ascending.
+inline Plan plan_of(
+    const Tensor& bits, int64_t columns, int64_t block, const std::vector<int64_t>& tiles, bool of_rows,
+    bool of_columns, bool limited) {
+  check_bits(bits);
+  check_block(block);
+  check(columns > 0, "columns has to be 1 or more, got " + std::to_string(columns) + ".");
+  check_size(bits, 2, 4 * words_of(columns), "bits");
+  check(bits.size(0) > 0 && bits.size(1) > 0, "bits has to have one head and one row at least.");
+  check(of_rows || of_columns, "of_rows or of_columns has to be true.");
+  check(tiles.size() == 1 || tiles.size() == 2, "tiles has to have one or two heights.");
+  constexpr int64_t most = int64_t{1} << kBlockBits;
+  check(
+      bits.size(0) * bits.size(1) < INT32_MAX && bits.size(0) * columns < INT32_MAX && bits.size(1) <= most &&
+          columns <= most,
+      "the layout has more blocks on a side than an index holds.");
+  Plan plan{};
+  plan.heads = static_cast<int>(bits.size(0));
+  plan.rows = static_cast<int>(bits.size(1));
+  plan.columns = static_cast<int>(columns);
+  plan.block = block;
+  plan.limited = limited;
+  const auto take = [&](int64_t count) {
+    const int64_t at = plan.size;
+    plan.size += ceil_div<int64_t>(product({plan.heads, count}), 4) * 4;
+    return at;
+  };
+  for (const bool rows : {true, false}) {
+    if (!(rows ? of_rows : of_columns)) continue;
+    Side& side = plan.sides[plan.num_sides];
+    side.of_rows = rows;
+    side.lines = rows ? plan.rows : plan.columns;
+    side.others = rows ? plan.columns : plan.rows;
+    side.words = words_of(side.others);
+    side.bits = rows ? 0 : take(int64_t{side.lines} * side.words);
+    for (int64_t tile : tiles) {
+      check(
+          tile > 0 && (tile & (tile - 1)) == 0 && tile <= kMaxLines * block,
+          "tile has to be a power of two and at most 8 blocks, got " + std::to_string(tile) + ".");
+      TileSet& set = plan.sets[plan.num_sets++];
+      set.side = plan.num_sides;
+      set.height = static_cast<int>(std::max<int64_t>(1, tile / block));
+      check(set.height >= side.height, "tiles has to ascend.");
+      side.height = set.height;
+      set.tiles = ceil_div(side.lines, set.height);
+      // Not in tiles of columns of two lines, where ascending lists were up to 3 % faster.
+      set.in_turns = tile == kTallTile && set.height > (rows ? 1 : 2);
+      set.most_cuts = limited ? set.tiles / kTilesOfCut + 1 : ceil_div(2 * set.tiles, 3) + 1;
+      set.most_work = set.tiles + (limited ? set.tiles / kTilesOfPart + 1 : set.most_cuts);
+      set.lengths = take(set.tiles);
+      set.firsts = take(set.tiles);
+      set.work = take(4 * int64_t{set.most_work});
+      set.cuts = take(3 * int64_t{set.most_cuts});
+    }
+    side.padded = ceil_div(side.lines, side.height) * side.height;
+    if (side.height > 1) {
+      side.hashes = take(2 * int64_t{side.lines});
+      side.counts = take(side.lines);
+      side.first_alike = take(side.lines);
+      side.medians = take(1);
+      side.order = take(side.padded);
+    }
+    ++plan.num_sides;
+  }
+  return plan;
+}
+
+inline void check_plan(const Plan& plan, const Tensor& memory, const Tensor& counts) {
+  check(
+      memory.dim() == 1 && memory.size(0) == plan.size && memory.scalar_type() == ScalarType::Int &&
+          counts.dim() == 1 && counts.size(0) == plan.num_counts() && counts.scalar_type() == ScalarType::Long,
+      "plan and counts have to be those of index_plan, for the same arguments.");
+}
+
+// The tensors of a set: lines, entries, work tiles and cuts. Where nobody waited for counts there are more than needed,
+// and a last work tile (-1, number of the others, 0, 0).
+struct SetTensors {
+  int32_t *lines, *entries, *work, *cuts;
+  int64_t num_entries, num_work, num_cuts;  // numbers there is space for
+};
+
+// The tensors that are filled, 4 for each set; sizes: entries, work tiles and cuts of each.
+inline std::vector<Tensor> set_tensors(
+    const Plan& plan, const Tensor& on, int64_t heads, const std::vector<int64_t>& sizes, SetTensors* to) {
+  check(static_cast<int64_t>(sizes.size()) == 3 * plan.num_sets, "sizes has to have three numbers for each tile set.");
+  check(heads == plan.heads || heads == 1, "layout_heads has to be 1 or the heads of bits.");
+  std::vector<Tensor> made;
+  for (int i = 0; i < plan.num_sets; ++i) {
+    const TileSet& set = plan.sets[i];
+    const auto of = [&](std::initializer_list<int64_t> shape) -> int32_t* {
+      made.push_back(torch::stable::new_empty(on, std::vector<int64_t>(shape), ScalarType::Int));
+      return made.back().mutable_data_ptr<int32_t>();
+    };
+    to[i].num_entries = sizes[3 * i];
+    to[i].num_work = sizes[3 * i + 1];
+    to[i].num_cuts = sizes[3 * i + 2];
+    to[i].lines = of({product({heads, set.tiles, set.height})});
+    to[i].entries = of({product({to[i].num_entries, 1})});
+    to[i].work = of({product({to[i].num_work, 1}) + plan.limited, 4});
+    to[i].cuts = of({product({to[i].num_cuts, 1}), 3});
+  }
+  return made;
+}
+
+}  // namespace ds_sparse::index
