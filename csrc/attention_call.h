@@ -27,10 +27,19 @@ struct AttentionCall {
   std::optional<WindowTensors> window = {};
   // Packed documents: int32 (N, 2), the first token of each block, and its number of tokens.
   const Tensor* spans = nullptr;
+  // Tiles were made without waiting for their number, and some may have had no space; see index_fill.
+  bool bounded = false;
+  // Each sequence has a layout of its own.
+  bool by_sequence = false;
 
   // Tokens as kernels count them: aligned to whole blocks.
   int64_t queries() const { return spans ? spans->size(0) * block : query.size(2); }
   int64_t keys() const { return spans ? spans->size(0) * block : key.size(2); }
+  // Lists of a side are of so many layout heads, each for as many heads of one sequence or of all.
+  int64_t all_layout_heads() const { return by_sequence ? query.size(0) * layout_heads : layout_heads; }
+  int64_t heads_of_layout() const { return query.size(1) / layout_heads; }
+  // How often a list is walked.
+  int64_t copies() const { return (by_sequence ? 1 : query.size(0)) * heads_of_layout(); }
 };
 
 // Tiles of one side. pairs: int32 (1 or H, E, tile, 2), a bit for each pair in the blocks of 64 tokens that the entries
@@ -50,14 +59,14 @@ struct AttentionResults {
 
 inline void check_row_tiles(const AttentionCall& call, const TileTensors& rows) {
   check_tiles(
-      rows.lines, rows.entries, rows.units, rows.cuts, call.queries(), call.query, call.layout_heads, call.block,
-      call.tile);
+      rows.lines, rows.entries, rows.units, rows.cuts, call.queries(), call.query, call.all_layout_heads(), call.block,
+      call.tile, call.bounded);
 }
 
 inline void check_column_tiles(const AttentionCall& call, const TileTensors& columns) {
   check_tiles(
-      columns.lines, columns.entries, columns.units, columns.cuts, call.keys(), call.query, call.layout_heads,
-      call.block, call.tile);
+      columns.lines, columns.entries, columns.units, columns.cuts, call.keys(), call.query, call.all_layout_heads(),
+      call.block, call.tile, call.bounded);
 }
 
 }  // namespace ds_sparse

@@ -21,9 +21,11 @@ struct AttentionOperators {
       const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
       const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
       const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
-      bool causal, double dropout_p, const std::string& implementation) {
-    const AttentionCall call{query, key,    value,    layout_heads, block,     tile,         implementation,
-                             scale, causal, key_bias, rpe,          attn_mask, dropout_seed, dropout_p};
+      bool causal, double dropout_p, const std::string& implementation, bool bounded, bool by_sequence) {
+    AttentionCall call{query, key,    value,    layout_heads, block,     tile,         implementation,
+                       scale, causal, key_bias, rpe,          attn_mask, dropout_seed, dropout_p};
+    call.bounded = bounded;
+    call.by_sequence = by_sequence;
     return forward(call, {row_lines, row_entries, row_units, row_cuts});
   }
 
@@ -34,9 +36,12 @@ struct AttentionOperators {
       const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
       const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
       const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
-      double scale, bool causal, double dropout_p, bool deterministic, const std::string& implementation) {
-    const AttentionCall call{query, key,    value,    layout_heads, block,     tile,         implementation,
-                             scale, causal, key_bias, rpe,          attn_mask, dropout_seed, dropout_p};
+      double scale, bool causal, double dropout_p, bool deterministic, const std::string& implementation, bool bounded,
+      bool by_sequence) {
+    AttentionCall call{query, key,    value,    layout_heads, block,     tile,         implementation,
+                       scale, causal, key_bias, rpe,          attn_mask, dropout_seed, dropout_p};
+    call.bounded = bounded;
+    call.by_sequence = by_sequence;
     return backward(
         call, {grad_output, grad_lse, output, rows}, {row_lines, row_entries, row_units, row_cuts},
         {column_lines, column_entries, column_units, column_cuts}, deterministic);
@@ -48,10 +53,12 @@ struct AttentionOperators {
       const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
       const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
       const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
-      bool causal, double dropout_p, const std::vector<int64_t>& shape) {
+      bool causal, double dropout_p, const std::vector<int64_t>& shape, bool bounded, bool by_sequence) {
     // There is one implementation for each device.
-    const AttentionCall call{query, key,    value,    layout_heads, block,     tile,         "",
-                             scale, causal, key_bias, rpe,          attn_mask, dropout_seed, dropout_p};
+    AttentionCall call{query, key,    value,    layout_heads, block,     tile,         "",
+                       scale, causal, key_bias, rpe,          attn_mask, dropout_seed, dropout_p};
+    call.bounded = bounded;
+    call.by_sequence = by_sequence;
     const AttentionResults results{grad_output, grad_lse, output, rows};
     const TileTensors tiles{row_lines, row_entries, row_units, row_cuts};
     check_call(call);

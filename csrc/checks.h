@@ -240,9 +240,9 @@ inline void check_attention(
                                                                    " heads; they have to be a multiple of key's " +
                                                                    std::to_string(key.size(1)) + ".");
   check(
-      layout_heads == 1 || (layout_heads > 1 && layout_heads == heads),
-      "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) +
-          " heads; it has to be 1 or as many.");
+      layout_heads > 0 && heads % layout_heads == 0, "layout_heads is " + std::to_string(layout_heads) + " for " +
+                                                         std::to_string(heads) +
+                                                         " heads; it has to be a divisor of them.");
   if (rpe && rpe->dim() == 2)
     check_distance_bias(*rpe, query, key);
   else
@@ -295,13 +295,16 @@ inline void check_rows(const Tensor& x, int64_t width, const Tensor& other, cons
 // Tiles of the block lines of `tokens` tokens: block rows of the queries, or block columns of the keys.
 inline void check_tiles(
     const Tensor& lines, const Tensor& entries, const Tensor& units, const Tensor& cuts, int64_t tokens,
-    const Tensor& query, int64_t layout_heads, int64_t block, int64_t tile) {
+    const Tensor& query, int64_t layout_heads, int64_t block, int64_t tile, bool bounded) {
   check_list(lines, query, "lines");
   check_list(entries, query, "entries");
   check_rows(units, 4, query, "units");
   check_rows(cuts, 3, query, "cuts");
   const int64_t per_tile = std::max<int64_t>(1, tile / block), blocks = (tokens + block - 1) / block;
   check_size(lines, 0, product({layout_heads, (blocks + per_tile - 1) / per_tile, per_tile}), "lines");
+  check(
+      !bounded || units.size(0) > lines.size(0) / per_tile,
+      "bounded is true, and units has to have the last one, which tells their number.");
 }
 
 // Tokens of the tiles that products walk. sdd takes half of it for small blocks: thread blocks of fewer warps, more of

@@ -13,12 +13,6 @@
 #include "checks.h"
 #include "packing.h"
 
-#ifdef __CUDACC__
-#define DS_SPARSE_ANYWHERE __host__ __device__ inline
-#else
-#define DS_SPARSE_ANYWHERE inline
-#endif
-
 namespace ds_sparse::index {
 
 // Tokens of tiles whose halves have warps of their own, on Hopper: their entries are ordered in turns.
@@ -42,36 +36,36 @@ constexpr int kTilesOfPart = 4, kTilesOfCut = 8;
 constexpr int kMaxSets = 4, kMaxLines = 32 - kBlockBits;
 
 template <class N>
-DS_SPARSE_ANYWHERE N ceil_div(N x, N y) {
+constexpr N ceil_div(N x, N y) {
   return (x + y - 1) / y;
 }
 
-DS_SPARSE_ANYWHERE int words_of(int64_t others) { return static_cast<int>((others + 31) / 32); }
+constexpr int words_of(int64_t others) { return static_cast<int>((others + 31) / 32); }
 
 // The most entries of a work tile, for a head whose tiles have so many: one and a half times the mean, in whole steps.
-DS_SPARSE_ANYWHERE int64_t longest_of(int64_t entries, int64_t tiles, int64_t block) {
+constexpr int64_t longest_of(int64_t entries, int64_t tiles, int64_t block) {
   const int64_t step = block < kStep ? kStep / block : 1;
   const int64_t of_mean = ceil_div(3 * entries, 2 * tiles * step), least = kLeastCut / (step * block);
   return step * (of_mean > least ? of_mean : least > 1 ? least : 1);
 }
 
-DS_SPARSE_ANYWHERE int parts_of(int64_t entries, int64_t longest) {
+constexpr int parts_of(int64_t entries, int64_t longest) {
   return entries <= longest ? 1 : static_cast<int>(ceil_div(entries, longest));
 }
 
-DS_SPARSE_ANYWHERE bool pays_to_cut(int64_t longest_list, int64_t longest_part, int64_t block) {
+constexpr bool pays_to_cut(int64_t longest_list, int64_t longest_part, int64_t block) {
   return (longest_list - longest_part) * block > kLeastCut;
 }
 
 // Where part `number` of so many begins in a list: parts are even, in whole steps.
-DS_SPARSE_ANYWHERE int begin_of_part(int64_t entries, int64_t number, int64_t parts, int64_t block) {
+constexpr int begin_of_part(int64_t entries, int64_t number, int64_t parts, int64_t block) {
   const int64_t step = block < kStep ? kStep / block : 1, begin = ceil_div(entries, step) * number / parts * step;
   return static_cast<int>(begin < entries ? begin : entries);
 }
 
 // Stretches of the other side that are ordered one by one, for tiles of so many entries in all: a power of two, so that
 // a half has a turn or two in one if each has half of the entries.
-DS_SPARSE_ANYWHERE int64_t stretches_of(int64_t entries, int64_t tiles, int64_t block) {
+constexpr int64_t stretches_of(int64_t entries, int64_t tiles, int64_t block) {
   const int64_t tokens = block * entries / tiles;
   int64_t stretches = 1;
   while (2 * stretches <= tokens / (2 * kTurn)) stretches *= 2;
@@ -79,7 +73,7 @@ DS_SPARSE_ANYWHERE int64_t stretches_of(int64_t entries, int64_t tiles, int64_t 
 }
 
 // Contents of a line's list as a number: of words, a sum of these.
-DS_SPARSE_ANYWHERE uint64_t hash_of(uint32_t word, int64_t number) {
+constexpr uint64_t hash_of(uint32_t word, int64_t number) {
   uint64_t x = (uint64_t{word} << 32 | word) * (0x9e3779b97f4a7c15ull + 2 * static_cast<uint64_t>(number));
   x = (x ^ x >> 29) * 0xbf58476d1ce4e5b9ull;
   return word == 0 ? 0 : x ^ x >> 32;
@@ -88,7 +82,7 @@ DS_SPARSE_ANYWHERE uint64_t hash_of(uint32_t word, int64_t number) {
 // The order of lines is ascending by this: long lists (above twice the median) come first, as a global line in a tile
 // of others makes the tile walk all blocks for the sake of one line. Then lines stay where they are, which keeps
 // windows together; but those with the very list of an earlier line follow that one, as with strides.
-DS_SPARSE_ANYWHERE int64_t order_key(int64_t first_alike, int64_t count, int64_t median, int64_t lines) {
+constexpr int64_t order_key(int64_t first_alike, int64_t count, int64_t median, int64_t lines) {
   return first_alike + (count <= 2 * median ? lines : 0);
 }
 
@@ -99,15 +93,15 @@ struct Halves {
   // Those of the kind that comes at place 0, 1 or 2: in tiles of rows, blocks of both halves, of the first alone, of
   // the second alone, as the kernels that hold a side take them fastest; in tiles of columns those of the first come
   // before.
-  DS_SPARSE_ANYWHERE uint32_t kind(int place, bool of_rows) const {
+  constexpr uint32_t kind(int place, bool of_rows) const {
     if (place == 2) return second & ~first;
     return (place == 0) == of_rows ? first & second : first & ~second;
   }
-  DS_SPARSE_ANYWHERE uint32_t any() const { return first | second; }
+  constexpr uint32_t any() const { return first | second; }
 };
 
 // Bits of word `number` that are blocks from `begin` to `end` - 1.
-DS_SPARSE_ANYWHERE uint32_t bits_between(int64_t number, int64_t begin, int64_t end) {
+constexpr uint32_t bits_between(int64_t number, int64_t begin, int64_t end) {
   const int64_t low = begin - 32 * number, high = end - 32 * number;
   const uint32_t below_low = low <= 0 ? 0 : low >= 32 ? ~0u : (1u << low) - 1;
   const uint32_t below_high = high <= 0 ? 0 : high >= 32 ? ~0u : (1u << high) - 1;
@@ -150,17 +144,17 @@ struct Plan {
   Side sides[2];
   TileSet sets[kMaxSets];
 
-  DS_SPARSE_ANYWHERE int64_t total(int set, int64_t head) const {
+  constexpr int64_t total(int set, int64_t head) const {
     return kHeader + (static_cast<int64_t>(set) * heads + head) * kNumTotals;
   }
-  DS_SPARSE_ANYWHERE int64_t before(int set, int64_t head) const { return total(num_sets + set, head); }
+  constexpr int64_t before(int set, int64_t head) const { return total(num_sets + set, head); }
   int64_t num_counts() const { return before(num_sets, 0); }
-  DS_SPARSE_ANYWHERE int64_t all_tiles() const {
+  constexpr int64_t all_tiles() const {
     int64_t sum = 0;
     for (int i = 0; i < num_sets; ++i) sum += static_cast<int64_t>(sets[i].tiles) * heads;
     return sum;
   }
-  DS_SPARSE_ANYWHERE int64_t stretches(int set, int64_t all_entries) const {
+  constexpr int64_t stretches(int set, int64_t all_entries) const {
     return sets[set].in_turns ? stretches_of(all_entries, all_tiles(), block) : 1;
   }
 };

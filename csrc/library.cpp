@@ -17,6 +17,9 @@
 //                       through the layout heads, and each line of a head is in one tile
 //   entries (E)         low 24 bits: a block on the other side; high 8 bits: which of the tile's lines are live there
 //   units (U, 4)        a thread block's work: tile, first entry, number of entries, part (-1: the whole tile)
+//                       bounded: made without waiting for counts; a last one (-1, the number of the others, 0, 0)
+//                       comes behind, and those before it that are not needed are the same. Where first entry is -1,
+//                       entries had no space: what the tile's lines give is NaN.
 //   cuts (K, 3)         tiles that units cut: tile, first part, number of parts
 //   slots (E, r)        where the tile's lines have the entry among the layout's N live blocks, -1 where they have not
 //
@@ -119,7 +122,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
       "Tensor row_cuts, int layout_heads, int block, int tile, float scale, bool causal, float dropout_p, "
-      "str implementation) -> (Tensor output, Tensor lse, Tensor rows)");
+      "str implementation, bool bounded=False, bool by_sequence=False) -> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
   // Probabilities are exp(exponent - row_max) / row_sum, by the row's two numbers. With deterministic all sums are in
@@ -129,7 +132,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, Tensor column_lines, "
       "Tensor column_entries, Tensor column_units, Tensor column_cuts, int layout_heads, int block, int tile, "
-      "float scale, bool causal, float dropout_p, bool deterministic, str implementation) "
+      "float scale, bool causal, float dropout_p, bool deterministic, str implementation, bool bounded=False, "
+      "bool by_sequence=False) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // block_attention_forward and block_attention_backward of documents that are packed in one row, on a Hopper GPU: the
@@ -157,7 +161,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "block_attention_bias_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, int block, int tile, "
-      "float scale, bool causal, float dropout_p, SymInt[] shape) -> Tensor");
+      "float scale, bool causal, float dropout_p, SymInt[] shape, bool bounded=False, bool by_sequence=False) "
+      "-> Tensor");
 
   // Windows: token t with the tokens t - w to t + w, w = window; bands (B, H, T, 2w + 1) hold what belongs to token
   // t - w + j in [..., t, j], and nothing where there is no such token.

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "../attention_call.h"
 #include "../checks.h"
 #include "../packing.h"
 #include "kernels.h"
@@ -53,37 +55,71 @@ inline void check_slots(const Tensor& slots) {
   check(fits, "slots have to be 0 or more and below the " + std::to_string(count) + " entries.");
 }
 
-// The lists of one side of attention's tiles by block rows: block row i of layout head l owns the blocks from
+// The lists of one side of attention's tiles by block rows: block row i of list l owns the blocks from
 // offsets[l * block_rows + i] to offsets[l * block_rows + i + 1].
 struct BlockLists {
-  int64_t layout_heads, block_rows;
+  int64_t layout_heads, heads_of_layout, block_rows;
+  bool by_sequence;
   std::vector<int64_t> offsets;
   std::vector<int32_t> blocks;
+  std::vector<char> has_no_space;  // of a block row, where lists are bounded: the entries had none; or empty
 
-  const int32_t* begin(int64_t head, int64_t block_row) const {
-    return blocks.data() + offsets[head_of(head) * block_rows + block_row];
+  // All heads of all sequences have the same list.
+  bool is_shared() const { return layout_heads == 1 && !by_sequence; }
+  // Heads of a sequence that are walked one by one.
+  int64_t heads() const { return is_shared() ? 1 : layout_heads * heads_of_layout; }
+  int64_t place(int64_t batch, int64_t head, int64_t block_row) const {
+    return ((by_sequence ? batch * layout_heads : 0) + head / heads_of_layout) * block_rows + block_row;
   }
-  int64_t count(int64_t head, int64_t block_row) const {
-    int64_t at = head_of(head) * block_rows + block_row;
+  const int32_t* begin(int64_t batch, int64_t head, int64_t block_row) const {
+    return blocks.data() + offsets[place(batch, head, block_row)];
+  }
+  int64_t count(int64_t batch, int64_t head, int64_t block_row) const {
+    int64_t at = place(batch, head, block_row);
     return offsets[at + 1] - offsets[at];
   }
 
- private:
-  int64_t head_of(int64_t head) const { return layout_heads == 1 ? 0 : head; }
+  // NaN in the tokens' rows of x, (B, H, tokens, ...) or of key heads, that had no space; `whole`: in all rows of a
+  // head of which some had none.
+  void poison(const Tensor& x, int64_t block, bool whole = false) const {
+    if (has_no_space.empty()) return;
+    int64_t bytes = x.element_size(), size = bytes, heads = layout_heads * heads_of_layout;
+    for (int64_t dim = 3; dim < x.dim(); ++dim) bytes *= x.size(dim);
+    char* data = static_cast<char*>(const_cast<void*>(x.const_data_ptr()));
+    for (int64_t b = 0; b < x.size(0); ++b) {
+      for (int64_t head = 0; head < heads; ++head) {
+        const auto first = has_no_space.begin() + place(b, head, 0);
+        const bool all = whole && std::find(first, first + block_rows, true) != first + block_rows;
+        for (int64_t token = 0; token < x.size(2); ++token) {
+          if (!all && (whole || !first[token / block])) continue;
+          const int64_t at = b * x.stride(0) + head * x.size(1) / heads * x.stride(1) + token * x.stride(2);
+          std::memset(data + at * size, 0xff, bytes);
+        }
+      }
+    }
+  }
 };
 
 // Checks what the lists of tiles hold, for `block_rows` block rows a head and `others` blocks on the other side, and
 // sorts it by block rows: the CPU does a block row whole, whatever work tiles its tile is cut into.
 inline BlockLists lists_by_block_row(
-    const Tensor& tile_lines, const Tensor& entries, const Tensor& units, int64_t layout_heads, int64_t block_rows,
-    int64_t others, int64_t block, int64_t tile) {
-  int64_t per_tile = std::max<int64_t>(1, tile / block), tiles = tile_lines.size(0) / per_tile,
-          tiles_of_head = tiles / layout_heads, num_entries = entries.size(0);
+    const AttentionCall& call, const TileTensors& of_side, int64_t block_rows, int64_t others) {
+  const Tensor &tile_lines = of_side.lines, &entries = of_side.entries, &units = of_side.units;
+  int64_t layout_heads = call.all_layout_heads(), per_tile = std::max<int64_t>(1, call.tile / call.block),
+          tiles = tile_lines.size(0) / per_tile, tiles_of_head = tiles / layout_heads, num_entries = entries.size(0);
   const int32_t *block_row = pointer<int32_t>(tile_lines), *work_tile = pointer<int32_t>(units);
   const uint32_t* entry = pointer<uint32_t>(entries);
 
   std::vector<int64_t> first(tiles, num_entries), end(tiles, 0), covered(tiles, 0);
+  std::vector<char> has_no_space(tiles);
+  bool all_have_space = true;
   for (int64_t n = 0; n < units.size(0); ++n, work_tile += 4) {
+    if (call.bounded && work_tile[0] == -1) break;
+    if (call.bounded && work_tile[1] == -1 && work_tile[0] >= 0 && work_tile[0] < tiles) {
+      has_no_space[work_tile[0]] = true;
+      all_have_space = false;
+      continue;
+    }
     check(
         work_tile[0] >= 0 && work_tile[0] < tiles && work_tile[1] >= 0 && work_tile[2] >= 0 &&
             work_tile[1] + int64_t{work_tile[2]} <= num_entries,
@@ -94,7 +130,14 @@ inline BlockLists lists_by_block_row(
     covered[work_tile[0]] += work_tile[2];
   }
 
-  BlockLists lists{layout_heads, block_rows, std::vector<int64_t>(layout_heads * block_rows + 1), {}};
+  BlockLists lists{
+      call.layout_heads,
+      call.heads_of_layout(),
+      block_rows,
+      call.by_sequence,
+      std::vector<int64_t>(layout_heads * block_rows + 1),
+      {},
+      std::vector<char>(all_have_space ? 0 : layout_heads * block_rows)};
   std::vector<char> seen(layout_heads * block_rows);
   std::vector<int64_t> tile_of(others, -1);
   int64_t* count = lists.offsets.data() + 1;
@@ -108,6 +151,7 @@ inline BlockLists lists_by_block_row(
           block_row[k] >= 0 && block_row[k] < block_rows && !seen[at],
           "lines have to name each of the " + std::to_string(block_rows) + " block rows or columns of a head once.");
       seen[at] = true;
+      if (has_no_space[t]) lists.has_no_space[at] = true;
     }
     for (int64_t n = first[t]; n < end[t]; ++n) {
       uint32_t owners = owners_of(entry[n]);

@@ -82,21 +82,22 @@ Tensor empty_in_order_of(const Tensor& x) {
 }
 
 // The block rows as pieces of strip_rows tokens, where a score costs `cost`.
-Pieces cut_row_strips(const Attention& attention, const BlockLists& lists, int64_t cost) {
+Pieces cut_row_strips(const Attention& attention, const BlockLists& lists, int64_t batch, int64_t cost) {
   Pieces pieces;
-  for (int64_t head = 0; head < lists.layout_heads; ++head)
+  for (int64_t head = 0; head < lists.heads(); ++head)
     for (int64_t row = 0; row < lists.block_rows; ++row)
       for (int64_t begin = 0; begin < attention.block; begin += attention.strip_rows)
         pieces.add(
             {head, row, begin, begin + attention.strip_rows},
-            (lists.count(head, row) * attention.block + 8) * attention.strip_rows * cost);
+            (lists.count(batch, head, row) * attention.block + 8) * attention.strip_rows * cost);
   return pieces;
 }
 
 // Key heads whose keys, and whose values, are packed at a time, `bytes` of either for each; of whole batches where
-// heads have lists of their own.
+// heads have lists of their own, one at a time where sequences have.
 int64_t heads_at_a_time(const Attention& attention, const BlockLists& lists, int64_t bytes) {
-  int64_t together = lists.layout_heads == 1 ? 1 : attention.key_heads,
+  if (lists.by_sequence) return attention.key_heads;
+  int64_t together = lists.is_shared() ? 1 : attention.key_heads,
           count = std::max<int64_t>(1, packed_bytes / std::max<int64_t>(1, bytes * together));
   return std::min(count * together, attention.batch * attention.key_heads);
 }
@@ -108,7 +109,7 @@ void forward(
   using C = Compute<T>;
   int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
           depth = multiplicands_of<T, O>(attention.depth);
-  auto pieces = cut_row_strips(attention, lists, 2 * width);
+  Pieces pieces;
   const View query_view(attention.query), output_view(output);
   C *lse_data = static_cast<C*>(lse.mutable_data_ptr()), *max_sums = static_cast<C*>(row_max_sums.mutable_data_ptr());
   bool query_in_place = has_rows<T, O>(attention.query, depth), output_in_place = has_rows<T, C>(output, width);
@@ -120,38 +121,38 @@ void forward(
   Buffer<bool> spoilt(step * attention.columns);
   for (int64_t packed = 0; packed < matrices; packed += step) {
     int64_t packed_end = std::min(packed + step, matrices);
+    if (packed == 0 || lists.by_sequence)
+      pieces = cut_row_strips(attention, lists, packed / attention.key_heads, 2 * width);
     pack_matrices<T, O>(attention.key, packed, packed_end, block, width, Form::panels, panels.data(), nullptr);
     pack_matrices<T, O>(attention.value, packed, packed_end, block, width, Form::dense, values.data(), spoilt.data());
-    run_pieces(
-        pieces, packed * attention.group(), packed_end * attention.group(), attention.heads, lists.layout_heads, [&] {
-          return [&, in_attention = InAttention<T, O>(), query = Buffer<O>(rows * depth), sum = Buffer<C>(rows * width),
-                  row_max = Buffer<C>(rows), row_sum = Buffer<C>(rows),
-                  scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
-            int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
-                    matrix = b * attention.key_heads + head / attention.group() - packed;
-            bool whole = first + rows <= attention.tokens, sum_in_place = whole && output_in_place;
-            const O* left = query.data();
-            if (whole && query_in_place)
-              left = reinterpret_cast<const O*>(tokens_of<T>(query_view, b, head, first));
-            else
-              pack_tokens<T>(query_view, b, head, first, rows, depth, query.data());
-            C* to_sum =
-                sum_in_place ? reinterpret_cast<C*>(mutable_tokens_of<T>(output_view, b, head, first)) : sum.data();
-            products<T, O>().attention_forward(
-                attention.strip(b, head, first, depth, false), left, panels.data() + matrix * key_size,
-                values.data() + matrix * value_size, spoilt.data() + matrix * attention.columns, width,
-                lists.begin(head, piece.row), count, to_sum, row_max.data(), row_sum.data(), scratch.data());
-            if (!sum_in_place) store_tokens<T>(sum.data(), width, b, head, first, rows, output_view);
-            int64_t at = (b * attention.heads + head) * attention.tokens + first;
-            C *lse_to = lse_data + at, *to = max_sums + 2 * at;
-            // With nothing left the largest score is -inf and the sum 0.
-            for (int64_t r = 0; r < std::min(rows, attention.tokens - first); ++r) {
-              to[2 * r] = row_max.data()[r];
-              to[2 * r + 1] = row_sum.data()[r];
-              lse_to[r] = row_max.data()[r] + std::log(row_sum.data()[r]);
-            }
-          };
-        });
+    run_pieces(pieces, packed * attention.group(), packed_end * attention.group(), attention.heads, lists.heads(), [&] {
+      return [&, in_attention = InAttention<T, O>(), query = Buffer<O>(rows * depth), sum = Buffer<C>(rows * width),
+              row_max = Buffer<C>(rows), row_sum = Buffer<C>(rows),
+              scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
+        int64_t first = piece.row * block + piece.begin, count = lists.count(b, head, piece.row),
+                matrix = b * attention.key_heads + head / attention.group() - packed;
+        bool whole = first + rows <= attention.tokens, sum_in_place = whole && output_in_place;
+        const O* left = query.data();
+        if (whole && query_in_place)
+          left = reinterpret_cast<const O*>(tokens_of<T>(query_view, b, head, first));
+        else
+          pack_tokens<T>(query_view, b, head, first, rows, depth, query.data());
+        C* to_sum = sum_in_place ? reinterpret_cast<C*>(mutable_tokens_of<T>(output_view, b, head, first)) : sum.data();
+        products<T, O>().attention_forward(
+            attention.strip(b, head, first, depth, false), left, panels.data() + matrix * key_size,
+            values.data() + matrix * value_size, spoilt.data() + matrix * attention.columns, width,
+            lists.begin(b, head, piece.row), count, to_sum, row_max.data(), row_sum.data(), scratch.data());
+        if (!sum_in_place) store_tokens<T>(sum.data(), width, b, head, first, rows, output_view);
+        int64_t at = (b * attention.heads + head) * attention.tokens + first;
+        C *lse_to = lse_data + at, *to = max_sums + 2 * at;
+        // With nothing left the largest score is -inf and the sum 0.
+        for (int64_t r = 0; r < std::min(rows, attention.tokens - first); ++r) {
+          to[2 * r] = row_max.data()[r];
+          to[2 * r + 1] = row_sum.data()[r];
+          lse_to[r] = row_max.data()[r] + std::log(row_sum.data()[r]);
+        }
+      };
+    });
   }
 }
 
@@ -188,7 +189,7 @@ AllRowStats<Compute<T>> row_stats_of(const Attention& attention, const Attention
           delta);
       const C* rows = pointer<C>(results.rows) + 2 * (matrix * tokens + first);
       for (int64_t r = 0; r < there; ++r) {
-        if (rows[2 * r + 1] > 0) {
+        if (rows[2 * r + 1] != 0) {  // NaN, where entries had no space, stays NaN
           row_max[r] = rows[2 * r];
           inverse_sum[r] = 1 / rows[2 * r + 1];
         }
@@ -213,12 +214,13 @@ struct ColumnGroup {
   std::vector<int32_t> slots;  // block row -> its place in blocks, or -1
 };
 
-std::vector<ColumnGroup> group_columns(const Attention& attention, const BlockLists& lists) {
-  int64_t group = attention.group(), key_heads = lists.layout_heads == 1 ? 1 : attention.key_heads,
-          repeats = attention.batch * attention.key_heads / key_heads;
+std::vector<ColumnGroup> group_columns(
+    const Attention& attention, const BlockLists& lists, int64_t batch, int64_t batches) {
+  int64_t group = attention.group(), key_heads = lists.is_shared() ? 1 : attention.key_heads,
+          repeats = batches * attention.key_heads / key_heads;
   auto cost_of = [&](int64_t key_head, int64_t column) {
     int64_t count = 1;
-    for (int64_t h = 0; h < group; ++h) count += lists.count(key_head * group + h, column);
+    for (int64_t h = 0; h < group; ++h) count += lists.count(batch, key_head * group + h, column);
     return 5 * count * attention.block * attention.block * std::max<int64_t>(8, attention.depth);
   };
   int64_t total = 0;
@@ -238,8 +240,8 @@ std::vector<ColumnGroup> group_columns(const Attention& attention, const BlockLi
       ColumnGroup& last = groups.back();
       last.end = column + 1;
       for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
-        const int32_t* block = lists.begin(h, column);
-        for (int64_t n = 0; n < lists.count(h, column); ++n) last.slots[block[n]] = 0;
+        const int32_t* block = lists.begin(batch, h, column);
+        for (int64_t n = 0; n < lists.count(batch, h, column); ++n) last.slots[block[n]] = 0;
       }
     }
   }
@@ -254,10 +256,11 @@ std::vector<ColumnGroup> group_columns(const Attention& attention, const BlockLi
   return groups;
 }
 
+// Of so many sequences from one on, which have the same lists.
 template <class T, class O>
 void backward(
     const Attention& attention, const AttentionResults& results, const BlockLists& lists, const Tensor& grad_query,
-    const Tensor& grad_key, const Tensor& grad_value) {
+    const Tensor& grad_key, const Tensor& grad_value, int64_t first_batch, int64_t batches) {
   using C = Compute<T>;
   constexpr int64_t P = per_multiplicand<O>;
   int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
@@ -267,8 +270,8 @@ void backward(
       grad_output_view(results.grad_output), grad_query_view(grad_query), grad_key_view(grad_key),
       grad_value_view(grad_value);
   auto row_stats = row_stats_of<T>(attention, results);
-  auto groups = group_columns(attention, lists);
-  int64_t num_groups = groups.size(), repeats = lists.layout_heads == 1 ? key_heads : 1;
+  auto groups = group_columns(attention, lists, first_batch, batches);
+  int64_t num_groups = groups.size(), repeats = lists.is_shared() ? key_heads : 1;
 
   // Gradients of query that are not of whole heads: for each batch, repeat and group (query head, slot, token, width).
   std::vector<int64_t> place(num_groups + 1, 0);
@@ -279,9 +282,9 @@ void backward(
     most_slots = std::max(most_slots, slots);
     if (groups[g].whole) most_whole = slots;
   }
-  Buffer<C> sums(attention.batch * repeats * place[num_groups]);
+  Buffer<C> sums(batches * repeats * place[num_groups]);
 
-  run_tasks(attention.batch * repeats * num_groups, [&] {
+  run_tasks(batches * repeats * num_groups, [&] {
     int64_t tokens = most_slots * group * block;
     return [&, in_attention = InAttention<T, O>(), query = Buffer<O>(tokens * width / P),
             grad_output = Buffer<O>(tokens * width / P), query_panels = Buffer<O>(tokens * depth),
@@ -293,8 +296,8 @@ void backward(
             scratch = Buffer<C>(attention_scratch(block)), spoilt = Buffer<bool>(most_slots * group),
             slots = std::vector<int32_t>(attention.rows)](int64_t task) mutable {
       const ColumnGroup& columns = groups[task % num_groups];
-      int64_t repeat = task / num_groups, b = repeat / repeats, key_head = columns.key_head + repeat % repeats,
-              num_slots = columns.blocks.size();
+      int64_t repeat = task / num_groups, b = first_batch + repeat / repeats,
+              key_head = columns.key_head + repeat % repeats, num_slots = columns.blocks.size();
       C* query_sum =
           columns.whole ? whole_query_sum.data() : sums.data() + repeat * place[num_groups] + place[task % num_groups];
       std::fill(query_sum, query_sum + group * num_slots * block * width, C(0));
@@ -334,8 +337,8 @@ void backward(
         std::fill(key_sum.data(), key_sum.data() + rows * width, C(0));
         std::fill(value_sum.data(), value_sum.data() + rows * width, C(0));
         for (int64_t h = 0; h < group; ++h) {
-          int64_t head = key_head * group + h, count = lists.count(head, column), at = h * num_slots * block;
-          const int32_t* blocks = lists.begin(head, column);
+          int64_t head = key_head * group + h, count = lists.count(b, head, column), at = h * num_slots * block;
+          const int32_t* blocks = lists.begin(b, head, column);
           for (int64_t n = 0; n < count; ++n) slots[n] = columns.slots[blocks[n]];
           AttentionColumn<O> work{
               key.data(),
@@ -366,10 +369,10 @@ void backward(
   });
 
   int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
-  torch::stable::parallel_for(0, attention.batch * heads * attention.rows, grain, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, batches * heads * attention.rows, grain, [&](int64_t begin, int64_t end) {
     Buffer<C> sum(block * width);
     for (int64_t i = begin; i < end; ++i) {
-      int64_t row = i % attention.rows, head = i / attention.rows % heads, b = i / attention.rows / heads,
+      int64_t row = i % attention.rows, head = i / attention.rows % heads, sequence = i / attention.rows / heads,
               key_head = head / group;
       bool whole = false;
       std::fill(sum.data(), sum.data() + block * width, C(0));
@@ -378,11 +381,11 @@ void backward(
         int64_t slot = groups[g].slots[row];
         whole |= groups[g].whole;
         if (slot < 0 || whole) continue;
-        const C* from = sums.data() + (b * repeats + (repeats == 1 ? 0 : key_head)) * place[num_groups] + place[g] +
-                        (head % group * groups[g].blocks.size() + slot) * block * width;
+        const C* from = sums.data() + (sequence * repeats + (repeats == 1 ? 0 : key_head)) * place[num_groups] +
+                        place[g] + (head % group * groups[g].blocks.size() + slot) * block * width;
         for (int64_t n = 0; n < block * width; ++n) sum.data()[n] += from[n];
       }
-      if (!whole) store_tokens<T>(sum.data(), width, b, head, row * block, block, grad_query_view);
+      if (!whole) store_tokens<T>(sum.data(), width, first_batch + sequence, head, row * block, block, grad_query_view);
     }
   });
 }
@@ -412,8 +415,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     for_dtype(attention.query.scalar_type(), [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
       for_multiplicands<T>(attention.block, [&](auto* multiplicand) {
-        backward<T, std::remove_pointer_t<decltype(multiplicand)>>(
-            attention, results, lists, grad_query, grad_key, grad_value);
+        const int64_t together = lists.by_sequence ? 1 : attention.batch;
+        for (int64_t first = 0; first < attention.batch; first += together)
+          backward<T, std::remove_pointer_t<decltype(multiplicand)>>(
+              attention, results, lists, grad_query, grad_key, grad_value, first, together);
       });
     });
   } else {
@@ -451,8 +456,8 @@ void bias_backward(
           products<T, O>().attention_bias_backward(
               attention.strip(b, head, first, depth, false), query.data(), grad_output.data(),
               key_panels.data() + matrix, value_panels.data() + matrix,
-              row_stats.from((b * heads + head) * padded + first), lists.begin(head, row), lists.count(head, row), to,
-              attention.keys, scratch.data());
+              row_stats.from((b * heads + head) * padded + first), lists.begin(b, head, row), lists.count(b, head, row),
+              to, attention.keys, scratch.data());
         }
       }
     };

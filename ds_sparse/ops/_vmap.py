@@ -35,9 +35,10 @@ def register_rule(operator: str, names: list[str], one_by_one: bool) -> None:
     first = next(name for name in names if name in OPERANDS and not name.startswith("grad"))
 
     def rule(info, in_dims, *args):
-        given = dict(zip(names, args, strict=True))
+        # Last arguments at their defaults are left out.
+        given = dict(zip(names, args))
         # Lists of numbers have a list.
-        dims = {name: dim if isinstance(dim, int) else None for name, dim in zip(names, in_dims, strict=True)}
+        dims = {name: dim if isinstance(dim, int) else None for name, dim in zip(names, in_dims)}
         number = info.batch_size
         if one_by_one:  # distances have no batch, and each sample may have its own
             _refuse_seeds(dims)
@@ -54,7 +55,8 @@ def register_rule(operator: str, names: list[str], one_by_one: bool) -> None:
         elif given.get("dropout_p", 0) > 0:
             # vmap's randomness="same", or the gradients of one forward: the same ones for each.
             return _one_by_one(call, given, dims, number)
-        if given.get("list_batch", 1) > 1 or "spans" in given:  # packed documents are one row
+        # Packed documents are one row, and what each sequence has is of so many.
+        if given.get("list_batch", 1) > 1 or "spans" in given or given.get("by_sequence"):
             return _one_by_one(call, given, dims, number)
         of_samples = dims[first]
         batch = given[first].shape[0 if of_samples is None else _after(of_samples)]

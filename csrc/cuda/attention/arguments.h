@@ -38,24 +38,27 @@ inline BlockSpans spans_of(const AttentionCall& call) {
   return {spans, log2_of(call.block)};
 }
 
-inline TileLists lists_of(
-    const TileTensors& tiles, int64_t layout_heads, int64_t block, int64_t tile, const BlockSpans& spans) {
-  const int64_t block_rows_per_tile = std::max<int64_t>(1, tile / block);
+inline TileLists lists_of(const AttentionCall& call, const TileTensors& tiles) {
+  const int64_t block = call.block, tile = call.tile, block_rows_per_tile = std::max<int64_t>(1, tile / block);
   const int2* own_spans =
       tiles.spans == nullptr ? nullptr : reinterpret_cast<const int2*>(tiles.spans->const_data_ptr<int32_t>());
   return {
       tiles.lines.const_data_ptr<int32_t>(),
       reinterpret_cast<const uint32_t*>(tiles.entries.const_data_ptr<int32_t>()),
       reinterpret_cast<const int4*>(tiles.units.const_data_ptr<int32_t>()),
-      static_cast<int>(tiles.units.size(0)),
+      static_cast<int>(tiles.units.size(0) - call.bounded),
       static_cast<int>(block_rows_per_tile),
-      static_cast<int>(tiles.lines.size(0) / block_rows_per_tile / layout_heads),
+      static_cast<int>(tiles.lines.size(0) / block_rows_per_tile / call.all_layout_heads()),
+      static_cast<int>(call.query.size(1)),
+      static_cast<int>(call.layout_heads),
+      call.bounded,
+      call.by_sequence,
       log2_of(block),
       static_cast<int>(tile),
       static_cast<int>(std::max<int64_t>(1, block / tile)),
       tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
       tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile,
-      spans,
+      spans_of(call),
       own_spans,
       own_spans == nullptr ? nullptr : own_spans + tiles.lines.size(0)};
 }
@@ -73,9 +76,9 @@ struct Space {
   }
 };
 
-// Counts the work tiles that are splits: each tile whose list is not split has one work tile.
+// Counts the work tiles that are splits, or may be: each tile whose list is not split has one work tile.
 inline int64_t num_splits(const TileTensors& tiles, const TileLists& lists) {
-  return tiles.units.size(0) - tiles.lines.size(0) / lists.block_rows_per_tile + tiles.cuts.size(0);
+  return lists.num_work_tiles - tiles.lines.size(0) / lists.block_rows_per_tile + tiles.cuts.size(0);
 }
 
 inline Bias bias_of(const std::optional<Tensor>& x, const Tensor& query) {

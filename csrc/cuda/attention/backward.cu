@@ -10,6 +10,7 @@
 #include "backward.h"
 #include "epilogue.h"
 #include "key_bias.h"
+#include "poison.h"
 #include "recompute.h"
 #include "row_stats.h"
 
@@ -18,10 +19,12 @@ namespace {
 
 // Combines the splits of rows, each thread those of four numbers of one, for each of a sweep's gradients.
 template <class T, bool kBoth>
-__global__ void __launch_bounds__(2 * kThreads) combine_splits_kernel(
-    const __grid_constant__ Sweep<T> sweep, const int32_t* cuts, int num_cuts, int heads, int layout_heads,
-    int length) {
-  const CombineRows cut(sweep.lists, cuts, num_cuts, heads, layout_heads);
+__global__ void __launch_bounds__(2 * kThreads)
+    combine_splits_kernel(const __grid_constant__ Sweep<T> sweep, const int32_t* cuts, int num_cuts, int length) {
+  const CombineRows cut(sweep.lists, cuts, num_cuts);
+  if (cut.num_splits == 0) {
+    return;
+  }
   const int head_dim = sweep.first_splits.head_dim, fours = head_dim / 4;
   for (int number = threadIdx.x; number < kCombineRows * fours; number += blockDim.x) {
     const int tile_row = number / fours, column = number % fours * 4, token = cut.token(sweep.lists, tile_row, length);
@@ -83,7 +86,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   const Tensor &query = call.query, &key = call.key, &value = call.value;
   const Tensor &grad_output = results.grad_output, &output = results.output;
   const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), head_dim = query.size(3);
-  const int64_t layout_heads = call.layout_heads, block = call.block, tile = call.tile;
   check_alignment(grad_output, "grad_output");
   check_alignment(output, "output");
   Tensor grad_query = empty_in_order_of(query, head_dim, query.scalar_type());
@@ -92,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   if (query.numel() == 0) {
     return {grad_query, grad_key, grad_value};
   }
-  const int64_t copies = layout_heads == 1 ? batch * heads : batch;
+  const int64_t copies = call.copies();
   const Launcher launch(query);
   Scoring scoring = scoring_of(call);
   const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
@@ -118,7 +120,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
         row_stats,
         scoring,
         static_cast<int>(heads),
-        static_cast<int>(layout_heads),
         static_cast<int>(heads / key_heads),
         static_cast<int>(head_dim),
         grad_query_sums,
@@ -126,10 +127,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const auto sweep = [&](auto by_columns, const TileTensors& tiles, const Tensor& grad_first,
                            const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
-      const TileLists lists = lists_of(tiles, layout_heads, block, tile, spans_of(call));
+      const TileLists lists = lists_of(call, tiles);
       const int64_t length = kByColumns ? call.keys() : call.queries(), num_cuts = tiles.cuts.size(0),
                     splits = num_splits(tiles, lists);
-      const int64_t split_size = copies * splits * lists.sub_tiles * tile * head_dim;
+      const int64_t split_size = copies * splits * lists.sub_tiles * lists.tile * head_dim;
       const int64_t share_size = grouped ? batch * heads * length * head_dim : 0;
       const Space first_splits(query, split_size), second_splits(query, kByColumns ? split_size : 0);
       const Space first_shares(query, share_size), second_shares(query, share_size);
@@ -154,9 +155,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
         }
       }
       launch(
-          combine_splits_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * tile / kCombineRows, 2 * kThreads,
-          s, tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
-          static_cast<int>(length));
+          combine_splits_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * lists.tile / kCombineRows,
+          2 * kThreads, s, tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), static_cast<int>(length));
       const auto add_shares = [&](const Matrices<T>& grad, const float* shares) {
         const int64_t elements = batch * key_heads * length * head_dim;
         launch(
@@ -177,14 +177,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
         round_grad_query(launch, p, matrices_of<T>(grad_query), spans_of(call), batch);
       }
     }
-    const auto lists = [&](const TileTensors& tiles) {
-      return lists_of(tiles, layout_heads, block, tile, spans_of(call));
-    };
     recompute_gradients(
-        launch, p, lists(rows), lists(columns), matrices_of<T>(grad_query), matrices_of<T>(grad_key),
+        launch, p, lists_of(call, rows), lists_of(call, columns), matrices_of<T>(grad_query), matrices_of<T>(grad_key),
         matrices_of<T>(grad_value), batch);
     state.done();
   });
+  poison_rows(launch, call, lists_of(call, rows), call.queries(), {&grad_query});
+  // In one sweep, gradients of queries are summed over the lists of keys.
+  poison_rows(launch, call, lists_of(call, columns), call.keys(), {&grad_key, &grad_value}, {}, {&grad_query});
   return {grad_query, grad_key, grad_value};
 }
 

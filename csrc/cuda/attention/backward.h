@@ -26,7 +26,7 @@ struct Backward {
   Matrices<const T> query, key, value, grad_output;
   RowStatsPlanes row_stats;
   Scoring scoring;
-  int heads, layout_heads, heads_of_group, head_dim;
+  int heads, heads_of_group, head_dim;
   GradQuerySums grad_query_sums;
   PassState* state;
 };

@@ -11,6 +11,7 @@
 #include "backward_memory.h"
 #include "dropout_mask.h"
 #include "key_bias.h"
+#include "poison.h"
 #include "row_stats.h"
 
 namespace ds_sparse::attention {
@@ -22,10 +23,11 @@ struct BiasBackward {
   RowStatsPlanes row_stats;
   TileLists lists;
   Scoring scoring;
-  int batch, heads, layout_heads, heads_of_group, head_dim;
+  int batch, heads_of_group, head_dim;
   float* grad;  // (batches, grad_heads, T, S)
   int batches, grad_heads;
-  int only_head;  // adds this head's share to what is there; -1: all heads that share an element, and nothing was there
+  int only_layout;  // adds the share of its heads to what is there; -1: all that share an element, and nothing was
+                    // there
 };
 
 template <class T, int kHeadDim, int kBlockN = kStep<T, kHeadDim>>
@@ -48,18 +50,17 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
   number /= p.lists.sub_tiles;
   const int4 work_tile = p.lists.work_tiles[number % p.lists.num_work_tiles];
   number /= p.lists.num_work_tiles;
-  const int of_layout = work_tile.x / p.lists.tiles_per_head;
-  if (p.only_head >= 0 && of_layout != p.only_head) {
+  const int layout = work_tile.x / p.lists.tiles_per_head;
+  if (work_tile.x < 0 || (p.only_layout >= 0 && layout != p.only_layout)) {
     return;
   }
   // The heads and batches whose shares are added.
-  const bool one_layout = p.layout_heads == 1;
-  const int grad_head = p.grad_heads == 1 ? 0 : one_layout ? number % p.grad_heads : of_layout;
-  const int grad_batch = one_layout ? number / p.grad_heads : number;
-  const bool all_heads = p.grad_heads == 1 && one_layout;
-  const int first_head = all_heads ? 0 : one_layout ? grad_head : of_layout;
-  const int head_after = all_heads ? p.heads : first_head + 1;
-  const int first_batch = p.batches == 1 ? 0 : grad_batch, batch_after = p.batches == 1 ? p.batch : grad_batch + 1;
+  const int2 first = p.lists.batch_and_head(0, work_tile.x);
+  const int heads = p.lists.heads / p.lists.layout_heads, apart = p.grad_heads == 1 ? 1 : heads;
+  const int first_head = first.y + number % apart, head_after = first_head + heads / apart;
+  const int first_batch = first.x + number / apart;
+  const int batch_after = p.batches == 1 && !p.lists.by_sequence ? p.batch : first_batch + 1;
+  const int grad_head = p.grad_heads == 1 ? 0 : first_head, grad_batch = p.batches == 1 ? 0 : first_batch;
 
   const OtherSide<kBlockN> other{
       p.lists.entries + work_tile.y, work_tile.z, p.lists.log_block, p.scoring.keys, nullptr};
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
         wait_for_copies<0>();
         __syncthreads();
         live = LiveOctets<kBlockN>(memory.octets, p.lists.log_block, [&](const Octet&) { return false; });
-        const int64_t matrix = int64_t{batch} * p.heads + head;
+        const int64_t matrix = int64_t{batch} * p.lists.heads + head;
         const float* key_bias = p.scoring.key_bias_of(batch, head);
         const RowStats stats[2] = {
             token0 < 0 ? no_row_stats() : p.row_stats.at(matrix, token0),
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
         const int i = e < 2 ? token0 : token8, key = first + e % 2;
         if ((live.bits >> (octet + e / 2 * 8) & 1) && i >= 0 && key < p.scoring.keys) {
           float* to = grad + int64_t{i} * p.scoring.keys + key;
-          *to = p.only_head >= 0 ? *to + sums[octet][e] : sums[octet][e];
+          *to = p.only_layout >= 0 ? *to + sums[octet][e] : sums[octet][e];
         }
       }
     }
@@ -162,19 +163,18 @@ Tensor attention_bias_backward(
     const std::vector<int64_t>& shape) {
   const Tensor &query = call.query, &key = call.key, &value = call.value;
   const Tensor &grad_output = results.grad_output, &output = results.output;
-  const int64_t layout_heads = call.layout_heads, block = call.block, tile = call.tile;
+  const int64_t tile = call.tile;
   check_alignment(grad_output, "grad_output");
   check_alignment(output, "output");
   Tensor grad = torch::stable::new_zeros(query, shape, ScalarType::Float);
   if (query.numel() == 0) {
     return grad;
   }
-  const int64_t heads = query.size(1);
   const Launcher launch(query);
   check(tile == kBlockM, "tile has to be 64, got " + std::to_string(tile) + ".");
   const auto [row_stats_data, row_stats] =
       make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call));
-  const TileLists lists = lists_of(rows, layout_heads, block, tile, spans_of(call));
+  const TileLists lists = lists_of(call, rows);
   Scoring scoring = scoring_of(call);
   const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
   with_head_dim(query, [&](auto zero, auto padded) {
@@ -189,26 +189,26 @@ Tensor attention_bias_backward(
         lists,
         scoring,
         static_cast<int>(query.size(0)),
-        static_cast<int>(heads),
-        static_cast<int>(layout_heads),
-        static_cast<int>(heads / key.size(1)),
+        static_cast<int>(query.size(1) / key.size(1)),
         static_cast<int>(query.size(3)),
         grad.mutable_data_ptr<float>(),
         static_cast<int>(shape[0]),
         static_cast<int>(shape[1]),
         -1};
-    const int64_t blocks =
-        int64_t{lists.num_work_tiles} * lists.sub_tiles * shape[0] * (layout_heads == 1 ? shape[1] : 1);
-    // Heads with lists of their own that share the bias add to it one after the other.
-    const bool one_by_one = layout_heads > 1 && shape[1] == 1;
-    for (int head = 0; head < (one_by_one ? heads : 1); ++head) {
-      p.only_head = one_by_one ? head : -1;
+    const int64_t heads_apart = shape[1] == 1 ? 1 : call.heads_of_layout(), batches = call.by_sequence ? 1 : shape[0];
+    const int64_t blocks = int64_t{lists.num_work_tiles} * lists.sub_tiles * heads_apart * batches;
+    // Layouts that share the bias add to it one after the other.
+    const bool one_by_one =
+        (call.layout_heads > 1 && shape[1] == 1) || (call.by_sequence && query.size(0) > 1 && shape[0] == 1);
+    for (int layout = 0; layout < (one_by_one ? call.all_layout_heads() : 1); ++layout) {
+      p.only_layout = one_by_one ? layout : -1;
       with_backward_memory<BiasMemory<T, kHeadDim>, BiasMemory<T, kHeadDim, 16>>(launch, [&](auto fitting) {
         using Memory = typename decltype(fitting)::type;
         launch.with_shared_memory(bias_backward_kernel<T, kHeadDim, Memory>, blocks, kThreads, sizeof(Memory), p);
       });
     }
   });
+  poison_rows(launch, call, lists, call.queries(), {&grad});
   return grad;
 }
 

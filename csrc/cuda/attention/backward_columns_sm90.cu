@@ -63,10 +63,11 @@ __device__ __forceinline__ void run_scheduler(
   const Boxes<T, kHeadDim, kHopperBlockM> boxes(lists.log_block);
   PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
   PipelineState<Memory<T, kHeadDim, kLimited>::kOwnStages> own_pipe;
-  for (int number = blockIdx.x, ticket; number < scheduler.count;
+  const int work_tiles = lists.count_work_tiles();
+  for (int number = blockIdx.x, ticket; number < work_tiles * scheduler.walks;
        number = TileScheduler::tile_of(ticket), work_pipe.next(), own_pipe.next()) {
     ticket = scheduler.draw();
-    const WorkTile work(lists, number, p.heads, p.layout_heads, 1);
+    const WorkTile work(lists, number, work_tiles, 1);
     const int kv_head = work.head / p.heads_of_group;
     auto& item = memory.work_items[work_pipe.index];
     auto& own = memory.own[own_pipe.index];
@@ -585,19 +586,20 @@ void columns_on_hopper(
     const Tensor& value, const Tensor& grad_output, const Tensor& grad_key, const Tensor& grad_value, int64_t copies) {
   with_hopper_kernel(p.scoring, sweep.lists, p.head_dim, [&](auto head_dim, auto scores) {
     constexpr int kHeadDim = decltype(head_dim)::value;
-    const int64_t count = copies * sweep.lists.num_work_tiles * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperBlockM),
               box = std::min(block, kBlockN);
     const Maps maps{tensor_map(key, own_box),     tensor_map(value, own_box), tensor_map(query, box),
                     tensor_map(grad_output, box), tensor_map(grad_key, 16),   tensor_map(grad_value, 16)};
     const auto run = [&](auto kind, auto with_queries) {
       constexpr Scores kScores = decltype(kind)::value;
-      with_scheduler(launch, &p.state->column_tickets, count, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
-        launch.with_shared_memory(
-            columns_on_hopper_kernel<T, kHeadDim, kScores, decltype(with_queries)::value>, blocks,
-            kColumnThreads<kHeadDim, decltype(with_queries)::value>,
-            sizeof(Memory<T, kHeadDim, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, scheduler);
-      });
+      with_scheduler(
+          launch, &p.state->column_tickets, sweep.lists, copies, 1,
+          [&](const TileScheduler& scheduler, int64_t blocks) {
+            launch.with_shared_memory(
+                columns_on_hopper_kernel<T, kHeadDim, kScores, decltype(with_queries)::value>, blocks,
+                kColumnThreads<kHeadDim, decltype(with_queries)::value>,
+                sizeof(Memory<T, kHeadDim, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, scheduler);
+          });
     };
     if (p.grad_query_sums.data == nullptr) {
       run(std::integral_constant<Scores, with_any_dropout(decltype(scores)::value)>{}, std::false_type{});

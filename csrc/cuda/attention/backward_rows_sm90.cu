@@ -46,10 +46,11 @@ __device__ __forceinline__ void run_producer(
   const LiveGroupFinder finder(lists);
   PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
   PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
-  for (int number = blockIdx.x, ticket; number < scheduler.count;
+  const int work_tiles = lists.count_work_tiles();
+  for (int number = blockIdx.x, ticket; number < work_tiles * scheduler.walks;
        number = TileScheduler::tile_of(ticket), work_pipe.next()) {
     ticket = scheduler.draw();
-    const WorkTile work(lists, number, p.heads, p.layout_heads, 1);
+    const WorkTile work(lists, number, work_tiles, 1);
     const int kv_head = work.head / p.heads_of_group;
     const OtherSide<kBlockN, kPacked> other{
         lists.entries + work.first_entry,
@@ -271,17 +272,17 @@ void rows_on_hopper(
   with_hopper_kernel(p.scoring, sweep.lists, p.head_dim, [&](auto head_dim, auto scores) {
     constexpr Scores kScores = with_any_dropout(decltype(scores)::value);
     constexpr int kHeadDim = decltype(head_dim)::value;
-    const int64_t count = copies * sweep.lists.num_work_tiles * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperBlockM),
               box = std::min(block, kBlockN);
     const Maps maps{
         tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box),
         tensor_map(grad_query, 16)};
-    with_scheduler(launch, &p.state->row_tickets, count, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
-      launch.with_shared_memory(
-          rows_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<1>,
-          sizeof(Memory<T, kHeadDim, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, scheduler);
-    });
+    with_scheduler(
+        launch, &p.state->row_tickets, sweep.lists, copies, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
+          launch.with_shared_memory(
+              rows_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<1>,
+              sizeof(Memory<T, kHeadDim, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, scheduler);
+        });
   });
 }
 

@@ -42,7 +42,10 @@ __global__ void __launch_bounds__(kThreads)
   const TileLists& lists = sweep.lists;
   let_next_begin();
   const int lane = threadIdx.x % 32, warp_tile = threadIdx.x / 32;
-  const WorkTile work(lists, blockIdx.x, p.heads, p.layout_heads, kHeadDim / kColumns);
+  const WorkTile work(lists, blockIdx.x, lists.num_work_tiles, kHeadDim / kColumns);
+  if (work.tile < 0) {
+    return;
+  }
   const int kv_head = work.head / p.heads_of_group, first_column = work.column_tile * kColumns;
   const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
   const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;

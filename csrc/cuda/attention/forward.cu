@@ -12,6 +12,7 @@
 #include "epilogue.h"
 #include "forward.h"
 #include "key_bias.h"
+#include "poison.h"
 #include "recompute.h"
 
 namespace ds_sparse::attention {
@@ -39,7 +40,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   auto& memory = *reinterpret_cast<Memory*>(shared);
   let_next_begin();
   const int lane = threadIdx.x % 32, warp_tile = threadIdx.x / 32;
-  const WorkTile work(p.lists, blockIdx.x, p.heads, p.layout_heads, kHeadDim / kColumns);
+  const WorkTile work(p.lists, blockIdx.x, p.lists.num_work_tiles, kHeadDim / kColumns);
+  if (work.tile < 0) {
+    return;
+  }
   const int kv_head = work.head / p.heads_of_group, first_column = work.column_tile * kColumns;
   const T* key = p.key.of(work.batch, kv_head);
   const T* value = p.value.of(work.batch, kv_head) + first_column;
@@ -252,7 +256,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 template <class T>
 __global__ void __launch_bounds__(2 * kThreads)
     combine_kernel(const __grid_constant__ Forward<T> p, const int32_t* cuts, int num_cuts) {
-  const CombineRows cut(p.lists, cuts, num_cuts, p.heads, p.layout_heads);
+  const CombineRows cut(p.lists, cuts, num_cuts);
+  if (cut.num_splits == 0) {
+    return;
+  }
   const int fours = p.head_dim / 4;
   for (int number = threadIdx.x; number < kCombineRows * fours; number += blockDim.x) {
     const int tile_row = number / fours, column = number % fours * 4,
@@ -298,7 +305,6 @@ __global__ void __launch_bounds__(2 * kThreads)
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, const TileTensors& rows) {
   const Tensor &query = call.query, &key = call.key, &value = call.value;
   const int64_t batch = query.size(0), heads = query.size(1), tokens = call.queries(), head_dim = query.size(3);
-  const int64_t layout_heads = call.layout_heads, block = call.block, tile = call.tile;
   Tensor output = empty_in_order_of(query, head_dim, query.scalar_type());
   Tensor lse = torch::stable::new_empty(query, {batch, heads, tokens}, ScalarType::Float);
   Tensor row_sums = torch::stable::new_empty(query, {batch, heads, tokens, 2}, ScalarType::Float);
@@ -306,13 +312,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
     return {output, lse, row_sums};
   }
   const Launcher launch(query);
-  const TileLists lists = lists_of(rows, layout_heads, block, tile, spans_of(call));
+  const TileLists lists = lists_of(call, rows);
   Scoring scoring = scoring_of(call);
   const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
   const bool on_hopper = runs_on_hopper(launch, call);
-  const int64_t copies = layout_heads == 1 ? batch * heads : batch;
+  const int64_t copies = call.copies();
   const int64_t num_cuts = rows.cuts.size(0), splits = num_splits(rows, lists);
-  const int64_t split_row_count = copies * splits * lists.sub_tiles * tile;
+  const int64_t split_row_count = copies * splits * lists.sub_tiles * lists.tile;
   const Space split_outputs(query, split_row_count * head_dim), split_row_max_sums(query, split_row_count * 2);
   StateOfPass state(launch, query);
   with_head_dim(query, [&](auto zero, auto padded) {
@@ -328,7 +334,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
         lists,
         scoring,
         static_cast<int>(heads),
-        static_cast<int>(layout_heads),
         static_cast<int>(heads / key.size(1)),
         static_cast<int>(head_dim),
         SplitResults{split_outputs.data, static_cast<int>(splits), static_cast<int>(head_dim)},
@@ -349,11 +354,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
       });
     }
     launch(
-        combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCombineRows, 2 * kThreads, p,
+        combine_kernel<T>, copies * num_cuts * lists.sub_tiles * lists.tile / kCombineRows, 2 * kThreads, p,
         rows.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts));
     recompute_outputs(launch, p, batch);
     state.done();
   });
+  poison_rows(launch, call, lists, tokens, {&output}, {&lse, &row_sums});
   return {output, lse, row_sums};
 }
 

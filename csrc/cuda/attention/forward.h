@@ -18,7 +18,7 @@ struct Forward {
   RowMaxSum* row_max_sums;  // (B, H, T)
   TileLists lists;
   Scoring scoring;
-  int heads, layout_heads, heads_of_group, head_dim;
+  int heads, heads_of_group, head_dim;
   SplitResults split_outputs;     // but for rows whose sum in a split is 0, which are not written
   RowMaxSum* split_row_max_sums;  // (copies, splits, sub-tiles, tile)
   PassState* state;

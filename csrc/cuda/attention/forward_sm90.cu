@@ -47,6 +47,7 @@ __device__ __forceinline__ void run_scheduler(
     __syncwarp();
   };
   int number = blockIdx.x + consumer_group * gridDim.x, ticket = scheduler.draw();
+  const int work_tiles = p.lists.count_work_tiles();
   for (;; work_pipe.next(), ++count) {
     memory.work_empty[work_pipe.index].wait(work_pipe.phase ^ 1);
     if (count >= kWorkStages) {
@@ -54,7 +55,7 @@ __device__ __forceinline__ void run_scheduler(
     }
     auto& item = memory.work_items[work_pipe.index];
     Barrier& full = memory.q_full[work_pipe.index];
-    if (number >= scheduler.count) {
+    if (number >= work_tiles * scheduler.walks) {
       if (lane == 0) {
         item.steps = -1;
         memory.work_full[work_pipe.index].arrive();
@@ -62,7 +63,7 @@ __device__ __forceinline__ void run_scheduler(
       }
       break;
     }
-    const WorkTile work(p.lists, number, p.heads, p.layout_heads, 1);
+    const WorkTile work(p.lists, number, work_tiles, 1);
     const int steps = OtherSide<kBlockN>{nullptr, work.num_entries, p.lists.log_block}.steps();
     item.template set<M::kPacked>(work, steps, p.lists, p.scoring.queries, p.scoring);
     // Rows that do not exist are not copied, and nobody looks at what is in their place.
@@ -226,7 +227,6 @@ void forward_on_hopper(
     constexpr int kHeadDim = decltype(head_dim)::value;
     using M = ForwardMemory<T, kHeadDim, kScores>;
     constexpr int kConsumerGroups = M::Tuning::kConsumerGroups, kBlockN = M::kBlockN;
-    const int64_t count = copies * p.lists.num_work_tiles * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const int own_box = std::min(block, kHopperBlockM);
     const CUtensorMap query_map = tensor_map(query, own_box);
@@ -237,7 +237,8 @@ void forward_on_hopper(
     const CUtensorMap key_map = tensor_map(key, std::min(block, kBlockN)),
                       value_map = tensor_map(value, std::min(block, kBlockN));
     with_scheduler(
-        launch, &p.state->row_tickets, count, kConsumerGroups, [&](const TileScheduler& scheduler, int64_t blocks) {
+        launch, &p.state->row_tickets, p.lists, copies, kConsumerGroups,
+        [&](const TileScheduler& scheduler, int64_t blocks) {
           launch.with_shared_memory(
               forward_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<kConsumerGroups>,
               kConsumerGroups * sizeof(M) + kPanelAlignment, p, query_map, key_map, value_map, output_maps, scheduler);

@@ -79,10 +79,10 @@ __device__ bool is_finite(const T* row, int head_dim) {
 // -1. kTransposed: the token is a key. length: of the other side.
 template <bool kTransposed, class F>
 __device__ void for_each_seen(
-    const TileLists& lists, const Scoring& scoring, int layout_heads, int head, int token, int length, const F& f) {
+    const TileLists& lists, const Scoring& scoring, int batch, int head, int token, int length, const F& f) {
   const int lane = lane_of_warp(), block_row = token >> lists.log_block, block = 1 << lists.log_block;
   const int places = lists.tiles_per_head * lists.block_rows_per_tile;
-  const int first_place = (layout_heads == 1 ? 0 : head) * places;
+  const int first_place = lists.layout_of(batch, head) * places;
   const TokenMask<kTransposed, true> token_mask(scoring, head, token);
   int place = -1;
   for (int first = 0; first < places && place < 0; first += 32) {
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     const Dropout dropout = p.scoring.drops() ? p.scoring.dropout() : Dropout{};
     float row_max = -kInfinity, row_sum = 0;
     SumsOfLane sums = {};
-    for_each_seen<false>(p.lists, p.scoring, p.layout_heads, head, token, p.scoring.keys, [&](int key) {
+    for_each_seen<false>(p.lists, p.scoring, batch, head, token, p.scoring.keys, [&](int key) {
       const int64_t at = key < 0 ? 0 : spans.token(key);
       const float score =
           key < 0
@@ -232,7 +232,7 @@ __device__ void add_gradients(
   const int64_t second_stride = kTransposed ? p.grad_output.token_stride : p.value.token_stride;
   const Dropout dropout = p.scoring.drops() ? p.scoring.dropout() : Dropout{};
   const int length = kTransposed ? p.scoring.queries : p.scoring.keys;
-  for_each_seen<kTransposed>(lists, p.scoring, p.layout_heads, head, token, length, [&](int other) {
+  for_each_seen<kTransposed>(lists, p.scoring, batch, head, token, length, [&](int other) {
     const int64_t at = other < 0 ? 0 : lists.spans.token(other);
     const int query = kTransposed ? other : token, key = kTransposed ? token : other;
     float score = -kInfinity, grad = 0, prob = 0;

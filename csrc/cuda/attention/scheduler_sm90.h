@@ -60,7 +60,7 @@ __device__ __forceinline__ int lane_asked_anew() {
 // scheduling. The first one of a consumer group has the number blockIdx.x + consumer_group * gridDim.x.
 struct TileScheduler {
   int* taken;                  // tickets of a PassState
-  int count, consumer_groups;  // of work tiles; of all thread blocks
+  int walks, consumer_groups;  // of each work tile, by copies and sub-tiles; of all thread blocks
 
   // A number in the first lane of a warp, which nobody waits for yet.
   __device__ __forceinline__ int draw() const {
@@ -135,12 +135,14 @@ __device__ __forceinline__ int lane_row(int thread = threadIdx.x % kConsumerGrou
   return warp_tile_row(thread) + thread % 32 / 4;
 }
 
-// Calls f with a scheduler of so many work tiles, and the number of thread blocks of so
-// many consumer groups.
+// Calls f with a scheduler of the work tiles of so many copies, and the number of thread blocks of so many consumer
+// groups.
 template <class F>
-void with_scheduler(const Launcher& launch, int* tickets, int64_t count, int consumer_groups, const F& f) {
-  const int64_t blocks = std::min(count, launch.multiprocessors());
-  f(TileScheduler{tickets, static_cast<int>(count), static_cast<int>(consumer_groups * blocks)}, blocks);
+void with_scheduler(
+    const Launcher& launch, int* tickets, const TileLists& lists, int64_t copies, int consumer_groups, const F& f) {
+  const int64_t walks = copies * lists.sub_tiles;
+  const int64_t blocks = std::min(walks * lists.num_work_tiles, launch.multiprocessors());
+  f(TileScheduler{tickets, static_cast<int>(walks), static_cast<int>(consumer_groups * blocks)}, blocks);
 }
 
 }  // namespace ds_sparse::attention

@@ -19,8 +19,10 @@ struct TileLists {
   const int32_t* block_rows;
   const uint32_t* entries;
   const int4* work_tiles;
-  int num_work_tiles;
+  int num_work_tiles;  // if bounded, of those that there may be: behind them one tells how many there are
   int block_rows_per_tile, tiles_per_head;
+  int heads, layout_heads;  // of a sequence
+  bool bounded, by_sequence;
   int log_block, tile, sub_tiles;  // tile: its tokens; sub-tiles: of a block that is larger than a tile
   // (1 or H, E, tile): for each entry, a block of 64 tokens, those that a row sees. Null: all.
   const uint2* pairs;
@@ -43,10 +45,19 @@ struct TileLists {
   __device__ int token_in_memory(int number, int sub_tile, int tile_row) const {
     return block_row_spans[block_row_place(number, tile_row)].x + place_in_block(sub_tile, tile_row);
   }
-  // Batch and head of a tile: `copy` counts matrices where all heads share a layout, else batches.
-  __device__ int2 batch_and_head(int copy, int number, int heads, int layout_heads) const {
-    return layout_heads == 1 ? make_int2(copy / heads, copy % heads) : make_int2(copy, number / tiles_per_head);
+  // Batch and head of a tile, of all whose lists are the same that of number `copy`.
+  __device__ int2 batch_and_head(int copy, int number) const {
+    const int heads_of_layout = heads / layout_heads, layout = number / tiles_per_head;
+    return by_sequence ? make_int2(layout / layout_heads, layout % layout_heads * heads_of_layout + copy)
+                       : make_int2(copy / heads_of_layout, layout * heads_of_layout + copy % heads_of_layout);
   }
+  // The number of a head's layout.
+  __device__ int layout_of(int batch, int head) const {
+    return (by_sequence ? batch * layout_heads : 0) + head / (heads / layout_heads);
+  }
+  // Heads whose work tiles follow each other: those of a group, which read the same keys.
+  __device__ int heads_together() const { return layout_heads == 1 ? 1 : heads / layout_heads; }
+  __device__ int count_work_tiles() const { return bounded ? work_tiles[num_work_tiles].y : num_work_tiles; }
 
  private:
   __device__ int block_row_place(int number, int tile_row) const {
@@ -62,24 +73,27 @@ struct WorkTile {
   int batch, head, sub_tile, column_tile;
   int tile, first_entry, num_entries, split;
   int64_t matrix;  // batch * heads + head
-  int64_t copy;    // of the layout's heads: the matrix where all heads share one, else the batch
+  int64_t copy;    // of those whose lists are the same
 
-  __device__ WorkTile(const TileLists& lists, int64_t number, int heads, int layout_heads, int column_tiles) {
+  // Of `count` work tiles for each copy. There is none where `tile` is negative.
+  __device__ WorkTile(const TileLists& lists, int64_t number, int count, int column_tiles) {
     column_tile = number % column_tiles;
     number /= column_tiles;
     sub_tile = number % lists.sub_tiles;
     number /= lists.sub_tiles;
-    const int4 listed = lists.work_tiles[number % lists.num_work_tiles];
-    number /= lists.num_work_tiles;
+    const int together = lists.heads_together(), of_group = number % together;
+    number /= together;
+    const int4 listed = lists.work_tiles[number % count];
+    number /= count;
     tile = listed.x;
     first_entry = listed.y;
     num_entries = listed.z;
     split = listed.w;
-    copy = number;
-    const int2 of = lists.batch_and_head(number, tile, heads, layout_heads);
+    copy = number * together + of_group;
+    const int2 of = lists.batch_and_head(copy, tile);
     batch = of.x;
     head = of.y;
-    matrix = int64_t{batch} * heads + head;
+    matrix = int64_t{batch} * lists.heads + head;
   }
 };
 
@@ -98,7 +112,8 @@ struct CombineRows {
   int batch, head, tile, sub_tile, first_row, first_split, num_splits;
   int64_t matrix, copy;
 
-  __device__ CombineRows(const TileLists& lists, const int32_t* cuts, int num_cuts, int heads, int layout_heads) {
+  // There are no splits where lists are bounded and fewer are split than might be.
+  __device__ CombineRows(const TileLists& lists, const int32_t* cuts, int num_cuts) {
     uint32_t number = blockIdx.x;
     first_row = number % (lists.tile / kCombineRows) * kCombineRows;
     number /= lists.tile / kCombineRows;
@@ -109,10 +124,10 @@ struct CombineRows {
     tile = cut[0];
     first_split = cut[1];
     num_splits = cut[2];
-    const int2 of = lists.batch_and_head(copy, tile, heads, layout_heads);
+    const int2 of = lists.batch_and_head(copy, tile);
     batch = of.x;
     head = of.y;
-    matrix = int64_t{batch} * heads + head;
+    matrix = int64_t{batch} * lists.heads + head;
   }
   // The token of one of the rows, or -1; and its place among the rows of all splits, in one of the tile's splits.
   __device__ int token(const TileLists& lists, int tile_row, int length) const {
