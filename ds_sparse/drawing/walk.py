@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import HOPPER_TILE, walkers
-from ..index.tile_plan import TilePlan
+from ..index.build import TilePlan
+from ..index.packing import BLOCK_BITS
 
 OPERATION = "block_sparse_attention"
 
@@ -48,13 +49,12 @@ def walks(live: Tensor, block: int) -> list[Walk]:
     """The tiles that each implementation of attention walks of a head, bool (R, R)."""
     found, live_blocks = [], int(live.count_nonzero())
     for tile, by in walkers(OPERATION, block).items():
-        # Heads one by one: all that is asked for is which lines share a tile.
-        plan = TilePlan.make({"rows": live[None], "columns": live.T[None]}, block, tile)
+        plan = TilePlan.of_layout(live[None], block, [tile])
         height = max(1, tile // block)
         parts = 2 if tile == HOPPER_TILE and height > 1 else 1
-        for number, side in enumerate(plan.sides):
-            lines, entries = plan.lines[0][number].numpy(), int(plan.lengths[number].sum())
-            walked = _walked(plan.owners[number], height, parts)
+        for (side, _), tiles in plan.fill(plan.fetch()[0]).items():
+            walked = _walked(tiles.entries >> BLOCK_BITS, height, parts)
+            lines, entries = tiles.lines.numpy(), len(tiles.entries)
             found.append(Walk(side, tile, by, height, parts, lines, entries, walked, live_blocks))
     return found
 

@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._ops import ops
 from ..dispatch import TILE, tile_heights
-from ..layout import causal_cut, check_values, unpack_bits, with_heads
+from ..layout import check_values, unpack_bits, with_heads
+from .build import TilePlan
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
 from .on_device import OnDevice
 from .packing import MAX_BLOCKS
 from .ready_event import ReadyEvent
 from .strips import Strips
-from .tile_plan import TilePlan
-from .tiles import Tiles
+from .tiles import SIDES, Tiles
 from .transforms import outside_transforms, refuse_without_values, unwrap_functorch
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-SIDES = ("rows", "columns")
 
 MAX_BLOCK = 1 << 15
 """A block has fewer than 2**31 numbers."""
@@ -50,7 +49,7 @@ class BlockIndex(OnDevice):
         rows, columns: R and C.
         live_blocks: V.
         reaches_ahead: whether a block above the diagonal is live.
-        bits: uint8 (L, R, ceil(C / 8)). The layout, as `layout.pack_bits` packs it.
+        bits: uint8 (L, R, 4 * ceil(C / 32)). The layout: bit k of byte j is block 8 * j + k, in whole words.
         row_tiles: block rows in tiles of `TILE` tokens, which list block columns.
         column_tiles: block columns in tiles of `TILE` tokens, which list block rows.
         row_offsets, row_columns, column_offsets, column_rows, column_slots: those of `lists`.
@@ -106,7 +105,7 @@ class BlockIndex(OnDevice):
         """
         block = check_block(block)
         layout = unwrap_functorch("The layout", with_heads(layout))
-        return cls._of(layout, block, len(layout))
+        return cls._of(layout, block)
 
     @classmethod
     def from_mask(cls, token_mask: torch.Tensor, block: int, *, partial: str = "error") -> BlockIndex:
@@ -170,49 +169,48 @@ class BlockIndex(OnDevice):
 
     @classmethod
     @outside_transforms
-    def _of(cls, layout: torch.Tensor, block: int, num_heads: int) -> BlockIndex:
+    def _of(cls, layout: torch.Tensor, block: int) -> BlockIndex:
         heads, rows, columns = layout.shape
         if max(rows, columns) > MAX_BLOCKS:
             raise ValueError(
                 f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
             )
-        live = layout.bool()
-        heights = tile_heights("block_sparse_attention", live.device, block) or [TILE]
-        least = heights[0]
+        numbers = None if layout.dtype == torch.bool else layout
+        return cls._of_bits(ops.index_bits(layout.bool(), False), columns, block, heads, numbers)
+
+    @classmethod
+    def _of_bits(
+        cls, bits: torch.Tensor, columns: int, block: int, num_heads: int, numbers: torch.Tensor | None = None
+    ) -> BlockIndex:
+        """The index of a layout's bits, of one head if all are equal; `numbers`, which they were made of, have to be 0
+        or 1."""
+        heights = tile_heights("block_sparse_attention", bits.device, block) or [TILE]
         # Where a tile is one line, its height makes no difference to the lists.
-        plans = _plans(live, block, (least, *(height for height in heights[1:] if height > block)))
-        asked = {"ahead": live.triu(1).any()}
-        if heads > 1:
-            asked["is_first"] = (live == live[:1]).all()
-        if layout.dtype != torch.bool:
-            asked["is_0_or_1"] = (layout == live).all()
-        # All that the host has to know comes in one transfer, of each head since equal ones are not known before.
-        answers, counts, *fetched = _on_host(
-            torch.stack(list(asked.values())), plans[0].live_blocks, *(plan.lengths for plan in plans)
-        )
-        facts = dict(zip(asked, answers))
-        if not facts.get("is_0_or_1", True):
-            check_values(layout)
-        layout_heads = 1 if facts.get("is_first", True) else heads
-        of_rows = slice(0, layout_heads * len(plans[0].sides), len(plans[0].sides))
-        live_blocks = sum(counts[of_rows])
-        if live_blocks >= 2**31:
+        plan = TilePlan.of(bits, columns, block, [heights[0], *(height for height in heights[1:] if height > block)])
+        if numbers is None:
+            counts, _ = plan.fetch()
+        else:
+            counts, (are_0_or_1,) = plan.fetch((numbers == numbers.bool()).all())
+            if not are_0_or_1:
+                check_values(numbers)
+        if counts.live_blocks >= 2**31:
             raise ValueError(
-                f"The layout has {live_blocks} live blocks; the index holds fewer than 2**31. Use a larger block."
+                f"The layout has {counts.live_blocks} live blocks; the index holds fewer than 2**31. Use a larger "
+                "block."
             )
-        lengths = [plan.split(of_plan, layout_heads) for plan, of_plan in zip(plans, fetched)]
-        tiles = {key: made for plan, of_plan in zip(plans, lengths) for key, made in plan.pack(of_plan).items()}
+        tiles = plan.fill(counts)
         for side, height in product(SIDES, heights):
-            tiles.setdefault((side, height), replace(tiles[side, least], tile=height))
+            tiles.setdefault((side, height), replace(tiles[side, heights[0]], tile=height))
         return cls(
             block=block,
             num_heads=num_heads,
-            layout_heads=layout_heads,
-            rows=rows,
+            layout_heads=counts.layout_heads,
+            rows=bits.shape[1],
             columns=columns,
-            live_blocks=live_blocks,
-            reaches_ahead=bool(facts["ahead"]),
-            bits=plans[0].bits[of_rows].clone(),
+            live_blocks=counts.live_blocks,
+            reaches_ahead=counts.reaches_ahead,
+            # A copy: a view would keep the memory of all heads.
+            bits=bits if counts.layout_heads == len(bits) else bits[:1].clone(),
             _made=tiles,
         )
 
@@ -347,7 +345,7 @@ class BlockIndex(OnDevice):
         self._ready.wait(self._tensors)
         bits = self.bits.to(device)
         if device.type == "cuda":
-            moved = self._of(unpack_bits(bits, self.columns), self.block, self.num_heads)
+            moved = self._of_bits(bits, self.columns, self.block, self.num_heads)
         else:
             tiles = {key: made.to(device) for key, made in self._made.items() if isinstance(made, Tiles)}
             moved = replace(self, bits=bits, _made=tiles)
@@ -410,7 +408,7 @@ class BlockIndex(OnDevice):
 
     @outside_transforms
     def _make_causal(self) -> BlockIndex:
-        return self._of(causal_cut(self.layout()), self.block, self.num_heads)
+        return self._of_bits(ops.index_causal_bits(self.bits), self.columns, self.block, self.num_heads)
 
     @outside_transforms
     def _count_rows(self) -> list[int]:
@@ -427,8 +425,8 @@ class BlockIndex(OnDevice):
 
     @outside_transforms
     def _make_tiles(self, side: str, tile: int) -> Tiles:
-        plan = TilePlan.make({side: _lines(self.layout(), side)}, self.block, tile)
-        return plan.pack(plan.split(_on_host(plan.lengths)[0], self.layout_heads))[side, tile]
+        plan = TilePlan.of(self.bits, self.columns, self.block, [tile], [side])
+        return plan.fill(plan.fetch()[0])[side, tile]
 
 
 def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:
@@ -447,22 +445,3 @@ def check_block(block: int) -> int:
             f"{MAX_BLOCK}."
         )
     return int(block)
-
-
-def _plans(live: torch.Tensor, block: int, tiles: tuple[int, ...]) -> list[TilePlan]:
-    """The plans of rows and columns: one where the layout is square."""
-    sides = {side: _lines(live, side) for side in SIDES}
-    if live.shape[1] == live.shape[2]:
-        return [TilePlan.make(sides, block, *tiles)]
-    return [TilePlan.make({side: lines}, block, *tiles) for side, lines in sides.items()]
-
-
-def _lines(live: torch.Tensor, side: str) -> torch.Tensor:
-    """The layout with the lines of a side in dimension 1: (L, lines, other side)."""
-    return live if side == "rows" else live.transpose(1, 2)
-
-
-def _on_host(*tensors: torch.Tensor) -> list[list[int]]:
-    """The numbers of each tensor, in one transfer."""
-    flat = [x.flatten() for x in tensors]
-    return [x.tolist() for x in torch.cat(flat).cpu().split([len(x) for x in flat])]

@@ -13,10 +13,11 @@ from torch.nn.functional import pad
 
 from ..dispatch import tile_heights
 from ..tools.memory import refuse_too_large
-from .block import SIDES, BlockIndex, as_index
+from .block import BlockIndex, as_index
 from .cache import Refusal
 from .on_device import OnDevice
 from .packing import block_of
+from .tiles import SIDES
 from .transforms import outside_transforms, unwrap_functorch
 
 DOCUMENT_LAYOUTS = ("own", "row")

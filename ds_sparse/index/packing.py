@@ -24,13 +24,6 @@ SIZE_BITS = 5
 """Low bits of a strip's rows, which have the log2 of their number."""
 
 
-def pack_entries_(block: Tensor, owners: Tensor) -> Tensor:
-    """The entries of blocks, int64, and their owner bits, uint8: int32. `block` is overwritten, as it is here that the
-    making of an index takes most memory."""
-    # What is above 2**31 becomes negative, with the same bits.
-    return block.add_(owners, alpha=1 << BLOCK_BITS).int()
-
-
 def block_of(entries: Number) -> Number:
     """The numbers of the entries' blocks."""
     return entries & (MAX_BLOCKS - 1)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+SIDES = ("rows", "columns")
+
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
@@ -22,10 +24,11 @@ class Tiles:
     1, 3, 2 (lines 1 and 3 are alike) and the entries 0 (bits 0001), 1 (bits 1111) and 2 (bits 1000).
 
     Hopper's kernels give each half of a tile's lines to warps of their own, which leave out the steps where it has
-    nothing. So in tiles of `HOPPER_TILE` the blocks of one kind are together, as `ORDERS` says: those that both halves
-    have, that the first alone has, that the second alone has. Where lists are long, by the mean of all that are packed
-    together, each stretch of the other side is ordered like that, so that neither half waits for the other long. (Not
-    in tiles of columns with blocks of 64, where a half is a single line: ascending lists were up to 3 % faster there.)
+    nothing. So in tiles of `HOPPER_TILE` the blocks of one kind are together: those that both halves have, that the
+    first alone has, that the second alone has; in tiles of columns those of the first alone come before. Where lists
+    are long, by the mean of all that are made together, each stretch of the other side is ordered like that, so that
+    neither half waits for the other long. (Not in tiles of columns with blocks of 64, where a half is a single line:
+    ascending lists were up to 3 % faster there.)
 
     Attributes:
         tile: tokens of a tile's height.

@@ -13,8 +13,8 @@ from torch import Tensor
 from .._ops import ops
 from ..dispatch import choose, readable
 from ..index import BlockIndex, PackedIndex, WindowIndex
-from ..index.block import SIDES
 from ..index.lookup import packed_index_of, row_index_of
+from ..index.tiles import SIDES
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, attention_function
 from .call import AttentionCall

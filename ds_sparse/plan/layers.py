@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..config import mode_of, read_block
 from ..dispatch import HOPPER_TILE, TILE
+from ..index.build import TilePlan
 from ..index.packing import MAX_LINES
-from ..index.tile_plan import TilePlan
 from ..layout import causal_cut
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
@@ -80,16 +80,12 @@ class Walk:
         # Blocks of a tile's height and more are lines of their own; of the smallest, a tile has as many as it may.
         heights = [height for height in (TILE, HOPPER_TILE) if block < HOPPER_TILE and height <= MAX_LINES * block]
         heights = heights or [HOPPER_TILE]
-        plan = TilePlan.make({FORWARD: layout, BACKWARD: layout.transpose(1, 2)}, block, *heights)
-        tall = -(-plan.lines[-1].shape[1] // max(1, heights[-1] // block))
+        counts, _ = TilePlan.of_layout(layout, block, heights).fetch()
+        of_sets = [entries / counts.layout_heads for entries in counts.sizes[::3]]
         found = {}
-        for number, way in enumerate((FORWARD, BACKWARD)):
-            lengths = plan.lengths[number::2].double()
-            entries = lengths[:, -tall:].sum().item() / len(lengths)
-            loaded = computed = entries * block * max(block, heights[-1])
-            if len(heights) > 1:
-                computed = lengths[:, :-tall].sum().item() / len(lengths) * block * max(block, TILE)
-            found[way] = Side(computed, loaded, entries)
+        for way, entries in ((FORWARD, of_sets[: len(heights)]), (BACKWARD, of_sets[len(heights) :])):
+            computed, loaded = (entries[i] * block * max(block, heights[i]) for i in (0, -1))
+            found[way] = Side(computed, loaded, entries[-1])
         return cls(block, layout.shape[1] * block, live, **found)
 
     @property

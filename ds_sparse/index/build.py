@@ -1,0 +1,107 @@
+"""From the bits of a layout to its tiles, by the native builder: csrc/index.h says which lines share a tile, in which
+order entries follow each other, and where lists are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from .._ops import ops
+from .packing import MAX_LINES
+from .tiles import SIDES, Tiles
+
+NUMBERS = 38
+"""Numbers at the beginning of a plan's counts that are for the host: Header in csrc/index.h."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the host has to know of a plan.
+
+    Attributes:
+        layout_heads: heads to store, 1 where all are equal.
+        live_blocks: of these.
+        reaches_ahead: whether a block above the diagonal is live.
+        sizes: the numbers of entries, units and cuts of these heads, for each side and height.
+    """
+
+    layout_heads: int
+    live_blocks: int
+    reaches_ahead: bool
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], heads: int, sets: int) -> Counts:
+        ahead, differs, _, _, live, live_of_first, *totals = numbers
+        totals = totals[:16] if differs else totals[16:]
+        sizes = [number for i in range(sets) for number in totals[4 * i : 4 * i + 3]]
+        return cls(heads if differs else 1, live if differs else live_of_first, bool(ahead), sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class TilePlan:
+    """Which lines of a layout share a tile, and how long the lists of tiles are; made without waiting for the device.
+
+    Attributes:
+        bits: uint8 (L, R, 4 * ceil(C / 32)), the layout as `BlockIndex` has it.
+        columns: C.
+        block: tokens on a block's side.
+        heights: those of the tiles in tokens, one or two, ascending; at most the first is of a single line.
+        sides: 'rows', 'columns' or both in this order.
+        memory: int32, the plan.
+        counts: int64, its numbers.
+    """
+
+    bits: Tensor
+    columns: int
+    block: int
+    heights: Sequence[int]
+    sides: Sequence[str]
+    memory: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(
+        cls, bits: Tensor, columns: int, block: int, heights: Sequence[int], sides: Sequence[str] = SIDES
+    ) -> TilePlan:
+        """The plan of a layout's bits.
+
+        Raises:
+            ValueError: a height that is not a power of two, or has more lines than an entry has bits for.
+        """
+        for tile in heights:
+            if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > MAX_LINES * block:
+                raise ValueError(
+                    f"tile is {tile!r}; it has to be a power of two and at most {MAX_LINES} blocks of {block} tokens."
+                )
+        plan = ops.index_plan(bits, columns, block, heights, "rows" in sides, "columns" in sides, False)
+        return cls(bits, columns, block, heights, sides, *plan)
+
+    @classmethod
+    def of_layout(cls, layout: Tensor, block: int, heights: Sequence[int]) -> TilePlan:
+        """The plan of both sides of a layout, bool (L, R, C)."""
+        return cls.of(ops.index_bits(layout, False), layout.shape[2], block, heights)
+
+    def fetch(self, *more: Tensor) -> tuple[Counts, list[int]]:
+        """The counts, and what else the host has to know, tensors of one number, in one transfer."""
+        numbers = _on_host(self.counts[:NUMBERS], *more)
+        counts = Counts.of(numbers[:NUMBERS], len(self.bits), len(self.sides) * len(self.heights))
+        return counts, numbers[NUMBERS:]
+
+    def fill(self, counts: Counts) -> dict[tuple[str, int], Tiles]:
+        """The tiles by side and height."""
+        made = ops.index_fill(
+            self.bits, self.memory, self.counts, self.columns, self.block, self.heights, "rows" in self.sides,
+            "columns" in self.sides, False, counts.layout_heads, counts.sizes,
+        )  # fmt: skip
+        keys = enumerate(product(self.sides, self.heights))
+        return {(side, tile): Tiles(tile, *made[4 * i : 4 * i + 4]) for i, (side, tile) in keys}
+
+
+def _on_host(*tensors: Tensor) -> list[int]:
+    """The numbers of all tensors, one after the other, in one transfer."""
+    return torch.cat([x.flatten() for x in tensors]).tolist()
