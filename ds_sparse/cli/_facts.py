@@ -125,14 +125,21 @@ def _look_at_libraries(facts: Facts) -> None:
     for name, path in (("CPU", native.CPU_LIBRARY), ("CUDA", native.CUDA_LIBRARY)):
         facts.libraries[name] = Library(path.exists(), _state(name, path, facts))
     try:
-        from ..ops._library import HOPPER_OPERATORS, OPERATORS, cuda_versions, has_machine_code, missing_kernels
+        from ..ops._library import (
+            HOPPER_OPERATORS,
+            INDEX_OPERATORS,
+            OPERATORS,
+            cuda_versions,
+            has_machine_code,
+            missing_kernels,
+        )
     except Exception as error:  # noqa: BLE001
         facts.operators_error = without_paths(error)
         return
-    facts.libraries["CPU"].missing = missing_kernels("cpu")
+    facts.libraries["CPU"].missing = missing_kernels("cpu", OPERATORS + INDEX_OPERATORS)
     facts.instruction_set = native.instruction_set()
     if not facts.libraries["CUDA"].state:
-        facts.libraries["CUDA"].missing = missing_kernels("cuda", OPERATORS + HOPPER_OPERATORS)
+        facts.libraries["CUDA"].missing = missing_kernels("cuda", OPERATORS + INDEX_OPERATORS + HOPPER_OPERATORS)
         try:
             facts.runtime_cuda, facts.driver_cuda = cuda_versions()
             facts.has_machine_code = not facts.gpu or has_machine_code(torch.device("cuda"))

@@ -43,6 +43,15 @@ TOKEN_OPERATORS = (
     "token_attention_forward",
     "token_attention_backward",
 )
+INDEX_OPERATORS = (
+    "index_bits",
+    "index_bits_of_blocks",
+    "index_causal_bits",
+    "index_plan",
+    "index_fill",
+)
+"""Builders of indices, which `index.build` calls."""
+
 HOPPER_OPERATORS = (
     "transpose",
     "token_tiles_forward",

@@ -8,6 +8,7 @@ run. Rules of vmap are those of `_vmap`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .._ops import add_op_namespace_prefix, ops
+from ..index.build import NUMBERS
 from ..index.lookup import index_of_window
 from ..index.master_layout import MasterLayout
 from ..index.window_sizes import WindowNumbers
@@ -109,6 +111,44 @@ def _like(name: str) -> Callable[[Arguments], Tensor]:
     return lambda x: getattr(x, name).new_empty(getattr(x, name).shape)
 
 
+def _bits(x: Tensor, columns: Any) -> Tensor:
+    return x.new_empty(*x.shape[:2], 4 * _ceil_div(columns, 32), dtype=torch.uint8)
+
+
+def _index_plan(x: Arguments) -> tuple[Tensor, Tensor]:
+    """As large as `plan_of` in csrc/index.h makes it."""
+    heads, rows, _ = x.bits.shape
+    size = sets = 0
+    for of_rows, lines, others in ((True, rows, x.columns), (False, x.columns, rows)):
+        if not (x.of_rows if of_rows else x.of_columns):
+            continue
+        parts = [] if of_rows else [lines * _ceil_div(others, 32)]
+        for height in (max(1, tile // x.block) for tile in x.tiles):
+            tiles, sets = _ceil_div(lines, height), sets + 1
+            cuts = tiles // 8 + 1 if x.limited else _ceil_div(2 * tiles, 3) + 1
+            work = tiles + (tiles // 4 + 1 if x.limited else cuts)
+            parts += [tiles, tiles, 4 * work, 3 * cuts]
+        parts += [2 * lines, lines, lines, 1, tiles * height] if height > 1 else []
+        size += sum(4 * _ceil_div(heads * part, 4) for part in parts)
+    counts = x.bits.new_empty(NUMBERS + 8 * sets * heads, dtype=torch.int64)
+    return x.bits.new_empty(size, dtype=torch.int32), counts
+
+
+def _index_fill(x: Arguments) -> list[Tensor]:
+    sides = [lines for lines, wanted in ((x.bits.shape[1], x.of_rows), (x.columns, x.of_columns)) if wanted]
+    heights = [max(1, tile // x.block) for tile in x.tiles]
+    shapes: list[tuple[Any, ...]] = []
+    for number, (lines, height) in enumerate(product(sides, heights)):
+        entries, units, cuts = x.sizes[3 * number : 3 * number + 3]
+        in_tiles = x.layout_heads * _ceil_div(lines, height) * height
+        shapes += [(in_tiles,), (entries,), (units + x.limited, 4), (cuts, 3)]
+    return [x.bits.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+def _ceil_div(x: Any, y: int) -> Any:
+    return (x + y - 1) // y
+
+
 _GIVEN = "Tensor query, Tensor key, Tensor value"
 _MASKS = "Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, float scale, bool causal, float dropout_p"
 _SAVED = f"Tensor grad_output, Tensor? grad_lse, {_GIVEN}, Tensor output, Tensor rows"
@@ -117,6 +157,11 @@ _NUMBERS = "SymInt[] windows, bool causal, int[] global_tokens, SymInt[] dilatio
 _THREE = "(Tensor, Tensor, Tensor)"
 
 OPERATORS: dict[str, Operator] = {
+    "index_bits": Operator(lambda x: _bits(x.layout, x.layout.shape[2])),
+    "index_bits_of_blocks": Operator(lambda x: _bits(x.block_indices, x.columns)),
+    "index_causal_bits": Operator(_like("bits")),
+    "index_plan": Operator(_index_plan),
+    "index_fill": Operator(_index_fill),
     "transpose": Operator(_like("x")),
     "matmul_sdd": Operator(lambda x: x.a.new_empty(x.a.shape[0], _flops.num_values(x), x.block, x.block), _flops.sdd),
     "matmul_dsd": Operator(_dsd, lambda x: 2 * x.values.numel() * x.dense.shape[3]),

@@ -13,8 +13,8 @@ from ds_sparse.ops import MatMul, _library, block_sparse_attention, missing_kern
 
 
 def test_the_cpu_has_every_kernel():
-    assert missing_kernels("cpu") == []
-    for operator in _library.OPERATORS:
+    assert missing_kernels("cpu", _library.OPERATORS + _library.INDEX_OPERATORS) == []
+    for operator in _library.OPERATORS + _library.INDEX_OPERATORS:
         _library.require_kernel(operator, torch.device("cpu"))
 
 
@@ -68,13 +68,13 @@ def test_every_operator_of_the_schema_is_listed():
     in_python = {f"layout_attention_{way}" for way in ways} | {"layout_distance_forward", "window_order"}
     in_python |= {"block_attention_distance_backward", "layout_attention_distance_backward"}
     in_python |= {"window_numbers_forward", "window_numbers_backward"}
-    assert registered == {*_library.OPERATORS, *_library.HOPPER_OPERATORS, *in_python}
+    assert registered == {*_library.OPERATORS, *_library.INDEX_OPERATORS, *_library.HOPPER_OPERATORS, *in_python}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_cuda_has_every_kernel():
-    assert missing_kernels("cuda") == []
+    assert missing_kernels("cuda", _library.OPERATORS + _library.INDEX_OPERATORS) == []
 
 
 @pytest.mark.gpu
