@@ -1,0 +1,243 @@
+"""The native builder of indices against plain Python, number by number, and what its operators refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from helpers import EXAMPLES, generator, seeded
+from hypothesis import given
+from hypothesis import strategies as st
+from tile_reference import tile_sets
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ds_sparse._ops import ops
+from ds_sparse.index.build import NUMBERS
+from ds_sparse.layout import unpack_bits
+from ds_sparse.ops._library import INDEX_OPERATORS
+
+SIDES = (["rows"], ["columns"], ["rows", "columns"])
+
+
+@st.composite
+def layouts_of_lines(draw: st.DrawFn) -> torch.Tensor:
+    """Bool (heads, rows, columns): lines alike and different, long and empty lists, empty heads, heads alike."""
+    heads, rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 90)), draw(st.integers(1, 150))
+    rng, chance = generator(draw), draw(st.sampled_from((0.0, 0.02, 0.2, 0.9, 1.0)))
+    kinds = torch.rand(heads, draw(st.integers(1, rows)), columns, generator=rng) < chance
+    live = kinds[:, torch.randint(kinds.shape[1], (rows,), generator=rng)]
+    for _ in range(draw(st.integers(0, 3))):
+        live[:, draw(st.integers(0, rows - 1))] = draw(st.booleans())
+    if draw(st.booleans()):
+        live[draw(st.integers(0, heads - 1))] = False
+    if draw(st.booleans()):
+        live = live[:1].repeat(heads, 1, 1)
+    return live.mT.contiguous() if draw(st.booleans()) else live
+
+
+@st.composite
+def heights(draw: st.DrawFn, block: int) -> list[int]:
+    """One or two, ascending."""
+    possible = [tile for tile in (16, 32, 64, 128, 256) if tile <= 8 * block]
+    return sorted(draw(st.lists(st.sampled_from(possible), min_size=1, max_size=2, unique=True)))
+
+
+def shapes(tensors: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(x.shape, x.dtype) for x in tensors]
+
+
+@EXAMPLES
+@given(data=st.data(), live=layouts_of_lines(), block=st.sampled_from((8, 16, 32, 64, 128, 256)), limited=st.booleans())
+def test_each_list_is_that_of_plain_python(
+    device: str, data: st.DataObject, live: torch.Tensor, block: int, limited: bool
+):
+    tiles, sides = data.draw(heights(block)), data.draw(st.sampled_from(SIDES))
+    heads, rows, columns = live.shape
+    bits = ops.index_bits(live.to(device), False)
+    call = (columns, block, tiles, "rows" in sides, "columns" in sides, limited)
+    plan, counts = ops.index_plan(bits, *call)
+
+    expected = tile_sets(live, block, tiles, sides, limited)
+    numbers = counts[:NUMBERS].tolist()
+    equal = bool((live == live[:1]).all())
+    assert numbers[:2] == [bool(live.triu(1).any()), not equal]
+    assert numbers[3:6] == [sum(len(one.entries) for one in expected), live.sum(), live[0].sum()]
+    of_first = tile_sets(live[:1], block, tiles, sides, limited)
+    for i, (of_all, first) in enumerate(zip(expected, of_first)):
+        for begin, one in ((6, of_all), (22, first)):
+            parts = sum(count for *_, count in one.cuts)
+            assert numbers[begin + 4 * i :][:4] == [len(one.entries), len(one.units), len(one.cuts), parts]
+
+    stored, space = 1 if equal and data.draw(st.booleans()) else heads, None
+    if limited:
+        space = data.draw(st.integers(0, max(len(one.entries) for one in expected) + 3))
+    wanted = tile_sets(live[:stored], block, tiles, sides, limited, space)
+    sizes = []
+    for one, (lines, tile) in zip(wanted, product([{"rows": rows, "columns": columns}[side] for side in sides], tiles)):
+        number = -(-lines // max(1, tile // block))
+        of_limited = (space, stored * (number + number // 4 + 1), stored * (number // 8 + 1))
+        sizes += of_limited if limited else (len(one.entries), len(one.units), len(one.cuts))
+    made = ops.index_fill(bits, plan, counts, *call, stored, sizes)
+    for one, *found in zip(wanted, *(made[i::4] for i in range(4))):
+        lines, entries, units, cuts = (x.tolist() for x in found)
+        assert all(x.dtype == torch.int32 and x.is_contiguous() for x in found)
+        assert lines == one.lines
+        if limited:
+            one.units += [[-1, len(one.units), 0, 0]] * (len(units) - len(one.units))
+            one.cuts += [[0, 0, 0]] * (len(cuts) - len(one.cuts))
+        assert (units, cuts) == (one.units, one.cuts)
+        assert len(entries) == (space if limited else len(one.entries))
+        there = [(entry % 2**32, right) for entry, right in zip(entries, one.entries) if right is not None]
+        assert [entry for entry, _ in there] == [right for _, right in there]
+
+    with FakeTensorMode() as fake:
+        traced = [fake.from_tensor(x) for x in (bits, plan, counts)]
+        assert shapes(ops.index_plan(traced[0], *call)) == shapes((plan, counts))
+        assert shapes(ops.index_fill(*traced, *call, stored, sizes)) == shapes(made)
+
+
+def unpacked(bits: torch.Tensor, columns: int) -> torch.Tensor:
+    """The layout of bits, which come in whole words, with nothing behind the last column."""
+    assert bits.dtype == torch.uint8 and bits.is_contiguous() and bits.shape[2] == 4 * -(-columns // 32)
+    live = unpack_bits(bits, 8 * bits.shape[2])
+    assert not live[:, :, columns:].any()
+    return live[:, :, :columns].cpu()
+
+
+@EXAMPLES
+@given(live=layouts_of_lines(), view=st.sampled_from(("as it is", "transposed", "in steps", "one row", "numbers")))
+def test_bits_are_the_layout(device: str, live: torch.Tensor, view: str):
+    given = live.to(device)
+    if view == "transposed":
+        given = given.mT.contiguous().mT
+    elif view == "in steps":
+        given = given.repeat_interleave(3, 2).repeat_interleave(2, 0)[::2, :, 1::3]
+    elif view == "one row":
+        given = given[:, :1].expand_as(given)
+    elif view == "numbers":
+        given = given * torch.tensor(6, dtype=torch.uint8, device=device)
+    expected = given.bool().cpu()
+    for causal in (False, True):
+        bits = ops.index_bits(given, causal)
+        assert torch.equal(unpacked(bits, live.shape[2]), expected.tril() if causal else expected)
+    assert torch.equal(ops.index_causal_bits(ops.index_bits(given, False)), ops.index_bits(given, True))
+
+
+@EXAMPLES
+@given(data=st.data(), causal=st.booleans(), dtype=st.sampled_from((torch.int32, torch.int64)))
+def test_bits_of_block_lists(device: str, data: st.DataObject, causal: bool, dtype: torch.dtype):
+    heads, rows, count, columns = (data.draw(st.integers(1, most)) for most in (3, 40, 20, 100))
+    lists = torch.randint(-5, columns + 5, (heads, rows, count), generator=generator(data.draw))
+    lists[:, :, 0] = data.draw(st.sampled_from((2**31 - 1, -(2**31), columns, columns - 1, -1, 0)))
+    live = torch.zeros(heads, rows, columns, dtype=torch.bool)
+    for head, row, column in named(lists):
+        if 0 <= column < columns and not (causal and column > row):
+            live[head, row, column] = True
+    bits = ops.index_bits_of_blocks(lists.to(device, dtype), columns, causal)
+    assert torch.equal(unpacked(bits, columns), live)
+
+
+def named(lists: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    for head, of_head in enumerate(lists.tolist()):
+        for row, of_row in enumerate(of_head):
+            yield from ((head, row, column) for column in of_row)
+
+
+def arguments(device: str = "cpu") -> dict[str, dict[str, Any]]:
+    """What each operator takes, by name: two heads of 100 x 120 blocks of 16, with a list that is cut."""
+    layout = torch.rand(2, 100, 120, generator=seeded()) < 0.02
+    layout[:, 7] = layout[:, :, 9] = True
+    bits = ops.index_bits(layout.to(device), False)
+    call = {"columns": 120, "block": 16, "tiles": [64, 128], "of_rows": True, "of_columns": True, "limited": False}
+    plan, counts = ops.index_plan(bits, *call.values())
+    totals = counts[6:22].view(4, 4)[:, :3]
+    assert totals.all()
+    blocks = torch.arange(24, device=device).view(2, 4, 3)
+    filled = {"layout_heads": 2, "sizes": totals.flatten().tolist()}
+    return {
+        "index_bits": {"layout": layout.to(device), "causal": True},
+        "index_bits_of_blocks": {"block_indices": blocks, "columns": 50, "causal": False},
+        "index_causal_bits": {"bits": bits},
+        "index_plan": {"bits": bits, **call},
+        "index_fill": {"bits": bits, "plan": plan, "counts": counts, **call, **filled},
+    }
+
+
+@pytest.mark.parametrize("operator", INDEX_OPERATORS)
+def test_opcheck(device: str, operator: str):
+    target, given = getattr(ops, operator).default, tuple(arguments(device)[operator].values())
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    # A plan has numbers that nobody reads, other ones each time.
+    checks += [] if operator == "index_plan" else ["test_aot_dispatch_dynamic"]
+    torch.library.opcheck(target, given, test_utils=checks)
+
+
+REFUSED = {
+    "index_bits": [
+        ("layout has 2 dimensions", {"layout": torch.ones(4, 4, dtype=torch.bool)}),
+        ("layout has to be bool or uint8", {"layout": torch.ones(1, 4, 4)}),
+    ],
+    "index_bits_of_blocks": [
+        ("block_indices has 2 dimensions", {"block_indices": torch.ones(4, 4, dtype=torch.int32)}),
+        ("block_indices has to be int32 or int64", {"block_indices": torch.ones(1, 4, 4)}),
+        ("block_indices has to be contiguous", {"block_indices": torch.ones(1, 4, 3, dtype=torch.int32).mT}),
+        ("columns has to be 1 or more, got 0", {"columns": 0}),
+    ],
+    "index_causal_bits": [
+        ("bits has 2 dimensions", {"bits": torch.ones(4, 4, dtype=torch.uint8)}),
+        ("bits has to be uint8", {"bits": torch.ones(1, 4, 4, dtype=torch.int32)}),
+        ("bits has to be contiguous", {"bits": torch.ones(1, 4, 8, dtype=torch.uint8).mT}),
+        ("bits has to have whole words of 32 bits", {"bits": torch.ones(1, 4, 6, dtype=torch.uint8)}),
+    ],
+}
+PLANS = [
+    *REFUSED["index_causal_bits"],
+    ("bits has size 16 in dimension 2; it has to be 12", {"columns": 96}),
+    ("bits has size 16 in dimension 2; it has to be 20", {"columns": 129}),
+    ("columns has to be 1 or more, got -1", {"columns": -1}),
+    ("one head and one row at least", {"bits": torch.ones(0, 100, 16, dtype=torch.uint8)}),
+    ("one head and one row at least", {"bits": torch.ones(2, 0, 16, dtype=torch.uint8)}),
+    ("block has to be a power of two", {"block": 12}),
+    ("one or two heights", {"tiles": []}),
+    ("one or two heights", {"tiles": [32, 64, 128]}),
+    ("power of two and at most 8 blocks, got 48", {"tiles": [48]}),
+    ("power of two and at most 8 blocks, got 256", {"tiles": [64, 256]}),
+    ("power of two and at most 8 blocks, got 0", {"tiles": [0]}),
+    ("tiles has to ascend", {"tiles": [128, 64]}),
+    ("of_rows or of_columns has to be true", {"of_rows": False, "of_columns": False}),
+]
+FILLS = [
+    ("plan and counts have to be those of index_plan", {"plan": torch.zeros(7, dtype=torch.int32)}),
+    ("plan and counts have to be those of index_plan", {"counts": torch.zeros(7, dtype=torch.int64)}),
+    ("plan and counts have to be those of index_plan", {"limited": True}),
+    ("plan and counts have to be those of index_plan", {"tiles": [64]}),
+    ("layout_heads has to be 1 or the heads of bits", {"layout_heads": 3}),
+    ("three numbers for each tile set", {"sizes": [700, 100, 30]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("operator", "sentence", "changed"),
+    [
+        (operator, *case)
+        for operator, cases in (REFUSED | {"index_plan": PLANS, "index_fill": [*PLANS, *FILLS]}).items()
+        for case in cases
+    ],
+)
+def test_what_is_refused(device: str, operator: str, sentence: str, changed: dict[str, Any]):
+    call, fitting = getattr(ops, operator), arguments(device)[operator]
+    call(**fitting)
+    spoiled = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
+    with pytest.raises(RuntimeError, match=sentence):
+        call(**(fitting | spoiled))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_sizes_below_the_counts_are_refused(place: int):
+    given = arguments()["index_fill"]
+    given["sizes"][place] -= 1
+    with pytest.raises(RuntimeError, match="sizes has to be the counts of the plan, or more"):
+        ops.index_fill(**given)
