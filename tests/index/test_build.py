@@ -49,54 +49,74 @@ def shapes(tensors: Any) -> list[tuple[torch.Size, torch.dtype]]:
     return [(x.shape, x.dtype) for x in tensors]
 
 
-@EXAMPLES
-@given(data=st.data(), live=layouts_of_lines(), block=st.sampled_from((8, 16, 32, 64, 128, 256)), limited=st.booleans())
-def test_each_list_is_that_of_plain_python(
-    device: str, data: st.DataObject, live: torch.Tensor, block: int, limited: bool
-):
-    tiles, sides = data.draw(heights(block)), data.draw(st.sampled_from(SIDES))
+def check_lists(
+    device: str, live: torch.Tensor, block: int, tiles: list[int], sides: list[str], limited: bool, part: float = 1
+) -> None:
+    """Asserts that counts and lists are those of plain Python; `part` of the entries of the largest set has space."""
     heads, rows, columns = live.shape
     bits = ops.index_bits(live.to(device), False)
     call = (columns, block, tiles, "rows" in sides, "columns" in sides, limited)
     plan, counts = ops.index_plan(bits, *call)
 
-    expected = tile_sets(live, block, tiles, sides, limited)
-    numbers = counts[:NUMBERS].tolist()
-    equal = bool((live == live[:1]).all())
+    of_all, of_first = (tile_sets(x, block, tiles, sides, limited) for x in (live, live[:1]))
+    equal, numbers = bool((live == live[:1]).all()), counts[:NUMBERS].tolist()
     assert numbers[:2] == [bool(live.triu(1).any()), not equal]
-    assert numbers[3:6] == [sum(len(one.entries) for one in expected), live.sum(), live[0].sum()]
-    of_first = tile_sets(live[:1], block, tiles, sides, limited)
-    for i, (of_all, first) in enumerate(zip(expected, of_first)):
-        for begin, one in ((6, of_all), (22, first)):
+    assert numbers[3:6] == [sum(len(one.entries) for one in of_all), live.sum(), live[0].sum()]
+    for begin, sets in ((6, of_all), (22, of_first)):
+        for one in sets:
             parts = sum(count for *_, count in one.cuts)
-            assert numbers[begin + 4 * i :][:4] == [len(one.entries), len(one.units), len(one.cuts), parts]
+            assert numbers[begin : begin + 4] == [len(one.entries), len(one.units), len(one.cuts), parts]
+            begin += 4
 
-    stored, space = 1 if equal and data.draw(st.booleans()) else heads, None
-    if limited:
-        space = data.draw(st.integers(0, max(len(one.entries) for one in expected) + 3))
-    wanted = tile_sets(live[:stored], block, tiles, sides, limited, space)
-    sizes = []
-    for one, (lines, tile) in zip(wanted, product([{"rows": rows, "columns": columns}[side] for side in sides], tiles)):
-        number = -(-lines // max(1, tile // block))
-        of_limited = (space, stored * (number + number // 4 + 1), stored * (number // 8 + 1))
-        sizes += of_limited if limited else (len(one.entries), len(one.units), len(one.cuts))
-    made = ops.index_fill(bits, plan, counts, *call, stored, sizes)
-    for one, *found in zip(wanted, *(made[i::4] for i in range(4))):
-        lines, entries, units, cuts = (x.tolist() for x in found)
-        assert all(x.dtype == torch.int32 and x.is_contiguous() for x in found)
-        assert lines == one.lines
-        if limited:
-            one.units += [[-1, len(one.units), 0, 0]] * (len(units) - len(one.units))
-            one.cuts += [[0, 0, 0]] * (len(cuts) - len(one.cuts))
-        assert (units, cuts) == (one.units, one.cuts)
-        assert len(entries) == (space if limited else len(one.entries))
-        there = [(entry % 2**32, right) for entry, right in zip(entries, one.entries) if right is not None]
-        assert [entry for entry, _ in there] == [right for _, right in there]
+    space = int(part * max(len(one.entries) for one in of_all)) + 1 if limited else None
+    for stored in {1, heads} if equal else {heads}:
+        wanted, sizes = tile_sets(live[:stored], block, tiles, sides, limited, space), []
+        lines_of = {"rows": rows, "columns": columns}
+        for one, (side, tile) in zip(wanted, product(sides, tiles)):
+            number = -(-lines_of[side] // max(1, tile // block))
+            of_limited = (space, stored * (number + number // 4 + 1), stored * (number // 8 + 1))
+            sizes += of_limited if limited else (len(one.entries), len(one.units), len(one.cuts))
+        made = ops.index_fill(bits, plan, counts, *call, stored, sizes)
+        for one, *found in zip(wanted, *(made[i::4] for i in range(4))):
+            lines, entries, units, cuts = (x.tolist() for x in found)
+            assert all(x.dtype == torch.int32 and x.is_contiguous() for x in found)
+            if limited:
+                one.units += [[-1, len(one.units), 0, 0]] * (len(units) - len(one.units))
+                one.cuts += [[0, 0, 0]] * (len(cuts) - len(one.cuts))
+            assert (lines, units, cuts) == (one.lines, one.units, one.cuts)
+            assert len(entries) == (space if limited else len(one.entries))
+            there = [(entry % 2**32, right) for entry, right in zip(entries, one.entries) if right is not None]
+            assert [entry for entry, _ in there] == [right for _, right in there]
+        check_fake(bits, plan, counts, call, stored, sizes, made)
 
+
+def check_fake(bits: torch.Tensor, plan: torch.Tensor, counts: torch.Tensor, call: tuple, *of_fill: Any) -> None:
+    """Asserts that results without values have the shapes of those with."""
+    *of_fill, made = of_fill
     with FakeTensorMode() as fake:
         traced = [fake.from_tensor(x) for x in (bits, plan, counts)]
         assert shapes(ops.index_plan(traced[0], *call)) == shapes((plan, counts))
-        assert shapes(ops.index_fill(*traced, *call, stored, sizes)) == shapes(made)
+        assert shapes(ops.index_fill(*traced, *call, *of_fill)) == shapes(made)
+
+
+@EXAMPLES
+@given(data=st.data(), live=layouts_of_lines(), block=st.sampled_from((8, 16, 32, 64, 128, 256)), limited=st.booleans())
+def test_each_list_is_that_of_plain_python(
+    device: str, data: st.DataObject, live: torch.Tensor, block: int, limited: bool
+):
+    tiles, sides, part = data.draw(heights(block)), data.draw(st.sampled_from(SIDES)), data.draw(st.floats(0, 1))
+    check_lists(device, live, block, tiles, sides, limited, part)
+
+
+@pytest.mark.parametrize("chance", [0.004, 0.1, 0.5])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_long_lists_are_those_of_plain_python(device: str, block: int, chance: float):
+    """With stretches in which halves take turns, and global lines that have to be cut into fewer parts."""
+    live = torch.rand(2, 80, 500, generator=seeded()) < chance
+    live[:, 5] = live[0, 30] = True
+    for layout in (live, live.mT):
+        for limited in (False, True):
+            check_lists(device, layout, block, [64, 128], SIDES[2], limited)
 
 
 def unpacked(bits: torch.Tensor, columns: int) -> torch.Tensor:
