@@ -125,7 +125,7 @@ def _look_at_libraries(facts: Facts) -> None:
     for name, path in (("CPU", native.CPU_LIBRARY), ("CUDA", native.CUDA_LIBRARY)):
         facts.libraries[name] = Library(path.exists(), _state(name, path, facts))
     try:
-        from ..ops._library import (
+        from ..index.kernels import (
             HOPPER_OPERATORS,
             INDEX_OPERATORS,
             OPERATORS,

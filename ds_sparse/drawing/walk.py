@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import HOPPER_TILE, walkers
-from ..index.build import TilePlan
+from ..index.build import TilePlan, bits_of
 from ..index.packing import BLOCK_BITS
 
 OPERATION = "block_sparse_attention"
@@ -47,9 +47,9 @@ class Walk:
 
 def walks(live: Tensor, block: int) -> list[Walk]:
     """The tiles that each implementation of attention walks of a head, bool (R, R)."""
-    found, live_blocks = [], int(live.count_nonzero())
+    found, live_blocks, bits = [], int(live.count_nonzero()), bits_of(live[None])
     for tile, by in walkers(OPERATION, block).items():
-        plan = TilePlan.of_layout(live[None], block, [tile])
+        plan = TilePlan.of(bits, live.shape[1], block, [tile])
         height = max(1, tile // block)
         parts = 2 if tile == HOPPER_TILE and height > 1 else 1
         for (side, _), tiles in plan.fill(plan.fetch()[0]).items():

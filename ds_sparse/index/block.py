@@ -13,7 +13,7 @@ import torch
 from .._ops import ops
 from ..dispatch import TILE, tile_heights
 from ..layout import check_values, unpack_bits, with_heads
-from .build import TilePlan
+from .build import TilePlan, bits_of
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
 from .on_device import OnDevice
@@ -102,6 +102,7 @@ class BlockIndex(OnDevice):
         Raises:
             TypeError, ValueError: a layout of another type, dtype, shape or value; another block; `2**31` live blocks
                 or more; above `2**24` rows or columns.
+            RuntimeError: a device without kernels.
         """
         block = check_block(block)
         layout = unwrap_functorch("The layout", with_heads(layout))
@@ -176,7 +177,7 @@ class BlockIndex(OnDevice):
                 f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
             )
         numbers = None if layout.dtype == torch.bool else layout
-        return cls._of_bits(ops.index_bits(layout.bool(), False), columns, block, heads, numbers)
+        return cls._of_bits(bits_of(layout.bool()), columns, block, heads, numbers)
 
     @classmethod
     def _of_bits(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
+from .kernels import require_kernel
 from .packing import MAX_LINES
 from .tiles import SIDES, Tiles
 
@@ -71,6 +72,7 @@ class TilePlan:
         """The plan of a layout's bits.
 
         Raises:
+            RuntimeError: bits on a device without kernels.
             ValueError: a height that is not a power of two, or has more lines than an entry has bits for.
         """
         for tile in heights:
@@ -78,13 +80,9 @@ class TilePlan:
                 raise ValueError(
                     f"tile is {tile!r}; it has to be a power of two and at most {MAX_LINES} blocks of {block} tokens."
                 )
+        require_kernel("index_plan", bits.device)
         plan = ops.index_plan(bits, columns, block, heights, "rows" in sides, "columns" in sides, False)
         return cls(bits, columns, block, heights, sides, *plan)
-
-    @classmethod
-    def of_layout(cls, layout: Tensor, block: int, heights: Sequence[int]) -> TilePlan:
-        """The plan of both sides of a layout, bool (L, R, C)."""
-        return cls.of(ops.index_bits(layout, False), layout.shape[2], block, heights)
 
     def fetch(self, *more: Tensor) -> tuple[Counts, list[int]]:
         """The counts, and what else the host has to know, tensors of one number, in one transfer."""
@@ -100,6 +98,12 @@ class TilePlan:
         )  # fmt: skip
         keys = enumerate(product(self.sides, self.heights))
         return {(side, tile): Tiles(tile, *made[4 * i : 4 * i + 4]) for i, (side, tile) in keys}
+
+
+def bits_of(layout: Tensor) -> Tensor:
+    """The bits of a layout (L, R, C), bool or uint8. Raises RuntimeError where it is on a device without kernels."""
+    require_kernel("index_bits", layout.device)
+    return ops.index_bits(layout, False)
 
 
 def _on_host(*tensors: Tensor) -> list[int]:

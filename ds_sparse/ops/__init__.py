@@ -1,7 +1,8 @@
 """Operations on blocks, windows and lists of token pairs: public functions, their checks, fake kernels, gradients."""
 
+from ..index.kernels import BLOCK_OPERATORS, missing_kernels
 from . import operators as operators  # registers them
-from ._library import BLOCK_OPERATORS, check_inputs, missing_kernels
+from ._library import check_inputs
 from .attention import block_sparse_attention
 from .explanation import Explanation, explain
 from .matmul import MatMul

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..index.kernels import require_kernel
 from ._autograd import differentiable_once_in
-from ._library import check_inputs, check_scale, require_kernel, under_autocast
+from ._library import check_inputs, check_scale, under_autocast
 from .operands import check_attention_operands, check_bias, check_dropout, wide_dtype
 from .sinks import check_sinks
 

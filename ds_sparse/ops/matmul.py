@@ -7,8 +7,9 @@ import torch
 from .._ops import ops
 from ..dispatch import Implementation, choose
 from ..index import BlockIndex, as_index
+from ..index.kernels import require_kernel
 from ._autograd import product_function
-from ._library import check_dtype, check_inputs, require_kernel, under_autocast
+from ._library import check_dtype, check_inputs, under_autocast
 from ._on_layout import OnLayout
 from .operands import broadcasts, call_on
 

@@ -128,7 +128,8 @@ def _index_plan(x: Arguments) -> tuple[Tensor, Tensor]:
             cuts = tiles // 8 + 1 if x.limited else _ceil_div(2 * tiles, 3) + 1
             work = tiles + (tiles // 4 + 1 if x.limited else cuts)
             parts += [tiles, tiles, 4 * work, 3 * cuts]
-        parts += [2 * lines, lines, lines, 1, tiles * height] if height > 1 else []
+        highest = max(1, x.tiles[-1] // x.block)
+        parts += [2 * lines, lines, lines, 1, _ceil_div(lines, highest) * highest] if highest > 1 else []
         size += sum(4 * _ceil_div(heads * part, 4) for part in parts)
     counts = x.bits.new_empty(NUMBERS + 8 * sets * heads, dtype=torch.int64)
     return x.bits.new_empty(size, dtype=torch.int32), counts

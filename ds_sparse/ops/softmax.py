@@ -8,9 +8,10 @@ import torch
 
 from .._ops import ops
 from ..index import BlockIndex, as_index
+from ..index.kernels import require_kernel
 from ..index.transforms import while_traced
 from ._autograd import Function, differentiable_once
-from ._library import check_dtype, check_inputs, check_scale, require_kernel
+from ._library import check_dtype, check_inputs, check_scale
 from ._on_layout import OnLayout
 from .operands import broadcasts
 

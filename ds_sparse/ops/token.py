@@ -13,11 +13,12 @@ from torch.nn.functional import pad
 from .._ops import ops
 from ..dispatch import Call, choose, largest_head_dim, readable
 from ..index import TokenIndex
+from ..index.kernels import require_kernel
 from ..index.lookup import index_of_lists, packed_pairs_of
 from ..index.packed import check_document_layout
 from ..index.token_forms import Nested, lists_of, tensors_in
 from ._autograd import product_function
-from ._library import check_alike, check_inputs, require_kernel, under_autocast
+from ._library import check_alike, check_inputs, under_autocast
 from .attention_function import attention_function
 from .operands import broadcasts, factor_of, lists_of_tiles, of_flash
 from .packed_operands import check_row, check_tokens, is_packed, packed_operands

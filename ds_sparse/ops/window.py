@@ -6,10 +6,11 @@ import torch
 
 from .._ops import ops
 from ..dispatch import Call, choose, dtypes_on
+from ..index.kernels import require_kernel
 from ..index.window_sizes import Numbers, of_heads
 from ..tools.memory import refuse_too_large
 from ._autograd import Function, differentiable_once, product_function
-from ._library import check_alike, check_dtype, check_inputs, check_scale, require_kernel, under_autocast
+from ._library import check_alike, check_dtype, check_inputs, check_scale, under_autocast
 from .operands import check_bias, key_bias_of, wide_dtype
 
 MAX_WINDOW = 1 << 30

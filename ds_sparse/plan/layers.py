@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..config import mode_of, read_block
 from ..dispatch import HOPPER_TILE, TILE
-from ..index.build import TilePlan
+from ..index.build import TilePlan, bits_of
 from ..index.packing import MAX_LINES
 from ..layout import causal_cut
 from ..sparsity import SparsityConfig
@@ -80,7 +80,7 @@ class Walk:
         # Blocks of a tile's height and more are lines of their own; of the smallest, a tile has as many as it may.
         heights = [height for height in (TILE, HOPPER_TILE) if block < HOPPER_TILE and height <= MAX_LINES * block]
         heights = heights or [HOPPER_TILE]
-        counts, _ = TilePlan.of_layout(layout, block, heights).fetch()
+        counts, _ = TilePlan.of(bits_of(layout), layout.shape[2], block, heights).fetch()
         of_sets = [entries / counts.layout_heads for entries in counts.sizes[::3]]
         found = {}
         for way, entries in ((FORWARD, of_sets[: len(heights)]), (BACKWARD, of_sets[len(heights) :])):

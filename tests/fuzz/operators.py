@@ -23,7 +23,7 @@ import torch
 from public_operations import NATIVE, inputs, operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_sparse.ops._library import OPERATORS
+from ds_sparse.index.kernels import OPERATORS
 
 Call = tuple[Any, tuple[Any, ...]]
 

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_sparse._ops import ops
 from ds_sparse.index.build import NUMBERS
+from ds_sparse.index.kernels import INDEX_OPERATORS
 from ds_sparse.layout import unpack_bits
-from ds_sparse.ops._library import INDEX_OPERATORS
 
 SIDES = (["rows"], ["columns"], ["rows", "columns"])
 

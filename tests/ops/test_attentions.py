@@ -18,9 +18,9 @@ from fuzz.meanings import Tensors
 from fuzz.spoilt import plant, seen
 from helpers import Pairs, deterministic_algorithms, random, seeded
 
-from ds_sparse.ops import _library
+from ds_sparse.index import kernels
 
-OPERATORS = _library.OPERATORS
+OPERATORS = kernels.OPERATORS
 TOKENS, BLOCK = 75, 16
 LAYOUT = torch.rand(2, 5, 5, generator=seeded(3)) < 0.6
 EDGES = torch.tensor([0, 10, 47, 48, TOKENS])

@@ -35,10 +35,10 @@ from ds_sparse import (
     window_matmul,
     window_softmax,
 )
-from ds_sparse.ops import _library
+from ds_sparse.index import kernels
 from ds_sparse.verify.torch_settings import cpu_threads
 
-OPERATORS = _library.OPERATORS
+OPERATORS = kernels.OPERATORS
 EVERY = list(operations("cpu"))
 PREPARED = [name for name, operation in operations("cpu").items() if operation.is_prepared]
 SHARED = [name for name, operation in operations("cpu").items() if operation.any_batch]

@@ -21,10 +21,10 @@ from ds_sparse import (
     window_attention,
     window_matmul,
 )
+from ds_sparse.index import kernels
 from ds_sparse.index.master_layout import MasterLayout
-from ds_sparse.ops import _library
 
-OPERATORS = _library.OPERATORS
+OPERATORS = kernels.OPERATORS
 
 LAYOUT = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]])
 """6 live blocks, 5 without the one above the diagonal."""

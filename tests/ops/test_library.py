@@ -8,56 +8,56 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ds_sparse.index import BlockIndex, WindowIndex
-from ds_sparse.ops import MatMul, _library, block_sparse_attention, missing_kernels
+from ds_sparse.index import BlockIndex, WindowIndex, kernels
+from ds_sparse.ops import MatMul, block_sparse_attention, missing_kernels
 
 
 def test_the_cpu_has_every_kernel():
-    assert missing_kernels("cpu", _library.OPERATORS + _library.INDEX_OPERATORS) == []
-    for operator in _library.OPERATORS + _library.INDEX_OPERATORS:
-        _library.require_kernel(operator, torch.device("cpu"))
+    assert missing_kernels("cpu", kernels.OPERATORS + kernels.INDEX_OPERATORS) == []
+    for operator in kernels.OPERATORS + kernels.INDEX_OPERATORS:
+        kernels.require_kernel(operator, torch.device("cpu"))
 
 
 def test_a_device_without_kernels_is_named_with_a_way_out():
-    assert missing_kernels("xpu") == list(_library.OPERATORS)
+    assert missing_kernels("xpu") == list(kernels.OPERATORS)
     with pytest.raises(
         RuntimeError, match="Tensors are on xpu:0, and matmul_sdd has no xpu kernel yet; move model and data to the CPU"
     ):
-        _library.require_kernel("matmul_sdd", torch.device("xpu:0"))
+        kernels.require_kernel("matmul_sdd", torch.device("xpu:0"))
 
 
-@pytest.mark.parametrize("operator", ["softmax_forward", "window_matmul", "token_matmul_sdd"])
+@pytest.mark.parametrize("operator", ["softmax_forward", "window_matmul", "token_matmul_sdd", "index_bits"])
 def test_without_the_cuda_library_the_sentence_says_how_to_build_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path, operator: str
 ):
-    monkeypatch.setattr(_library, "CUDA_LIBRARY", tmp_path / "absent.so")
-    monkeypatch.setattr(_library, "missing_kernels", lambda device_type, operators: list(operators))
+    monkeypatch.setattr(kernels, "CUDA_LIBRARY", tmp_path / "absent.so")
+    monkeypatch.setattr(kernels, "missing_kernels", lambda device_type, operators: list(operators))
     with pytest.raises(
         RuntimeError, match="CUDA library is not built; install nvcc and reinstall ds_sparse with DS_SPARSE_CUDA=1"
     ):
-        _library.require_kernel(operator, torch.device("cuda:0"))
+        kernels.require_kernel(operator, torch.device("cuda:0"))
 
 
 def test_a_driver_older_than_the_library_is_told_before_a_kernel_is_started(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_library, "missing_kernels", lambda device_type, operators: [])
-    monkeypatch.setattr(_library, "cuda_versions", lambda: (13000, 12080))
+    monkeypatch.setattr(kernels, "missing_kernels", lambda device_type, operators: [])
+    monkeypatch.setattr(kernels, "cuda_versions", lambda: (13000, 12080))
     with pytest.raises(RuntimeError, match=r"is of CUDA 13, and .* serves CUDA 12\.8 at most; update the driver, or"):
-        _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
-    monkeypatch.setattr(_library, "cuda_versions", lambda: (13020, 13000))
-    monkeypatch.setattr(_library, "has_machine_code", lambda device: True)
-    _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
+        kernels.require_kernel("matmul_sdd", torch.device("cuda:0"))
+    monkeypatch.setattr(kernels, "cuda_versions", lambda: (13020, 13000))
+    monkeypatch.setattr(kernels, "has_machine_code", lambda device: True)
+    kernels.require_kernel("matmul_sdd", torch.device("cuda:0"))
 
 
 def test_a_library_compiled_for_other_gpus_is_told_before_a_kernel_is_started(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_library, "missing_kernels", lambda device_type, operators: [])
-    monkeypatch.setattr(_library, "cuda_versions", lambda: (13000, 13000))
-    monkeypatch.setattr(_library, "has_machine_code", lambda device: False)
+    monkeypatch.setattr(kernels, "missing_kernels", lambda device_type, operators: [])
+    monkeypatch.setattr(kernels, "cuda_versions", lambda: (13000, 13000))
+    monkeypatch.setattr(kernels, "has_machine_code", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(RuntimeError, match=r"for other GPUs than cuda:0, .* or with TORCH_CUDA_ARCH_LIST='8\.6' set"):
-        _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
+        kernels.require_kernel("matmul_sdd", torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(RuntimeError, match=r"has compute capability 7\.5, and .* for 8\.0 and later; move model"):
-        _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
+        kernels.require_kernel("matmul_sdd", torch.device("cuda:0"))
 
 
 def test_every_operator_of_the_schema_is_listed():
@@ -68,13 +68,13 @@ def test_every_operator_of_the_schema_is_listed():
     in_python = {f"layout_attention_{way}" for way in ways} | {"layout_distance_forward", "window_order"}
     in_python |= {"block_attention_distance_backward", "layout_attention_distance_backward"}
     in_python |= {"window_numbers_forward", "window_numbers_backward"}
-    assert registered == {*_library.OPERATORS, *_library.INDEX_OPERATORS, *_library.HOPPER_OPERATORS, *in_python}
+    assert registered == {*kernels.OPERATORS, *kernels.INDEX_OPERATORS, *kernels.HOPPER_OPERATORS, *in_python}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_cuda_has_every_kernel():
-    assert missing_kernels("cuda", _library.OPERATORS + _library.INDEX_OPERATORS) == []
+    assert missing_kernels("cuda", kernels.OPERATORS + kernels.INDEX_OPERATORS) == []
 
 
 @pytest.mark.gpu

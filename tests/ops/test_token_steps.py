@@ -17,8 +17,8 @@ from ds_sparse import (
     sparse_attn,
     torch_sparse_attention,
 )
+from ds_sparse.index.kernels import TOKEN_OPERATORS
 from ds_sparse.ops import missing_kernels
-from ds_sparse.ops._library import TOKEN_OPERATORS
 
 OPERATORS = ()  # plain PyTorch, on any device
 

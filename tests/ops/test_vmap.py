@@ -11,9 +11,9 @@ from public_operations import BATCH, HEADS, QUERY, TOKENS, Operation, inputs, op
 from torch.func import grad, jacrev, vjp, vmap
 
 from ds_sparse import BlockIndex, block_sparse_attention, sparse_attn, window_attention
-from ds_sparse.ops import _library
+from ds_sparse.index import kernels
 
-OPERATORS = _library.OPERATORS
+OPERATORS = kernels.OPERATORS
 
 SAMPLES = 3
 
