@@ -30,7 +30,7 @@ constexpr int kStep = 64;
 // would not pay for putting the parts' results together, which takes a kernel of its own.
 constexpr int kLeastCut = 512;
 
-// Where nobody waits for counts, parts of a head's lists are limited by its number of tiles: they take memory.
+// Where nobody waits for counts, parts of a head's lists are bounded by its number of tiles: they take memory.
 constexpr int kTilesOfPart = 4, kTilesOfCut = 8;
 
 constexpr int kMaxSets = 4, kMaxLines = 32 - kBlockBits;
@@ -140,7 +140,7 @@ constexpr int64_t kHeader = sizeof(Header) / sizeof(int64_t);
 struct Plan {
   int heads, rows, columns, num_sides, num_sets;
   int64_t block, size;  // of memory, in int32s
-  bool limited;         // parts are limited, as nobody waits for counts
+  bool bounded;         // parts are bounded, as nobody waits for counts
   Side sides[2];
   TileSet sets[kMaxSets];
 
@@ -185,7 +185,7 @@ inline void check_bits(const Tensor& bits) {
 // bits: uint8 (L, R, 4 * words of columns). tiles: one or two heights in tokens, ascending.
 inline Plan plan_of(
     const Tensor& bits, int64_t columns, int64_t block, const std::vector<int64_t>& tiles, bool of_rows,
-    bool of_columns, bool limited) {
+    bool of_columns, bool bounded) {
   check_bits(bits);
   check_block(block);
   check(columns > 0, "columns has to be 1 or more, got " + std::to_string(columns) + ".");
@@ -203,7 +203,7 @@ inline Plan plan_of(
   plan.rows = static_cast<int>(bits.size(1));
   plan.columns = static_cast<int>(columns);
   plan.block = block;
-  plan.limited = limited;
+  plan.bounded = bounded;
   const auto take = [&](int64_t count) {
     const int64_t at = plan.size;
     plan.size += ceil_div<int64_t>(product({plan.heads, count}), 4) * 4;
@@ -229,8 +229,8 @@ inline Plan plan_of(
       set.tiles = ceil_div(side.lines, set.height);
       // Not in tiles of columns of two lines, where ascending lists were up to 3 % faster.
       set.in_turns = tile == kTallTile && set.height > (rows ? 1 : 2);
-      set.most_cuts = limited ? set.tiles / kTilesOfCut + 1 : ceil_div(2 * set.tiles, 3) + 1;
-      set.most_work = set.tiles + (limited ? set.tiles / kTilesOfPart + 1 : set.most_cuts);
+      set.most_cuts = bounded ? set.tiles / kTilesOfCut + 1 : ceil_div(2 * set.tiles, 3) + 1;
+      set.most_work = set.tiles + (bounded ? set.tiles / kTilesOfPart + 1 : set.most_cuts);
       set.lengths = take(set.tiles);
       set.firsts = take(set.tiles);
       set.work = take(4 * int64_t{set.most_work});
@@ -263,10 +263,14 @@ struct SetTensors {
   int64_t num_entries, num_work, num_cuts;  // numbers there is space for
 };
 
-// The tensors that are filled, 4 for each set; sizes: entries, work tiles and cuts of each.
+// The tensors that are filled, 4 for each set. sizes: entries, work tiles and cuts of each; if bounded, the entries of
+// each that there is space for.
 inline std::vector<Tensor> set_tensors(
     const Plan& plan, const Tensor& on, int64_t heads, const std::vector<int64_t>& sizes, SetTensors* to) {
-  check(static_cast<int64_t>(sizes.size()) == 3 * plan.num_sets, "sizes has to have three numbers for each tile set.");
+  const int64_t wanted = plan.bounded ? 1 : 3 * plan.num_sets;
+  check(
+      static_cast<int64_t>(sizes.size()) == wanted,
+      "sizes has to have " + std::to_string(wanted) + " numbers, got " + std::to_string(sizes.size()) + ".");
   check(heads == plan.heads || heads == 1, "layout_heads has to be 1 or the heads of bits.");
   std::vector<Tensor> made;
   for (int i = 0; i < plan.num_sets; ++i) {
@@ -275,12 +279,18 @@ inline std::vector<Tensor> set_tensors(
       made.push_back(torch::stable::new_empty(on, std::vector<int64_t>(shape), ScalarType::Int));
       return made.back().mutable_data_ptr<int32_t>();
     };
-    to[i].num_entries = sizes[3 * i];
-    to[i].num_work = sizes[3 * i + 1];
-    to[i].num_cuts = sizes[3 * i + 2];
+    if (plan.bounded) {
+      to[i].num_entries = std::min(sizes[0], product({heads, set.tiles, plan.sides[set.side].others}));
+      to[i].num_work = heads * set.most_work;
+      to[i].num_cuts = heads * set.most_cuts;
+    } else {
+      to[i].num_entries = sizes[3 * i];
+      to[i].num_work = sizes[3 * i + 1];
+      to[i].num_cuts = sizes[3 * i + 2];
+    }
     to[i].lines = of({product({heads, set.tiles, set.height})});
     to[i].entries = of({product({to[i].num_entries, 1})});
-    to[i].work = of({product({to[i].num_work, 1}) + plan.limited, 4});
+    to[i].work = of({product({to[i].num_work, 1}) + plan.bounded, 4});
     to[i].cuts = of({product({to[i].num_cuts, 1}), 3});
   }
   return made;

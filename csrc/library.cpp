@@ -52,19 +52,20 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def("index_causal_bits(Tensor bits) -> Tensor");
 
   // Which lines share a tile, for one or two heights of tiles, ascending, and how long their lists are; nothing waits.
-  // limited: long lists are cut into fewer parts, as there is space for so many alone.
+  // bounded: long lists are cut into fewer parts, as there is space for so many alone.
   // -> plan int32, for index_fill; counts int64, which begin as Header in csrc/index.h
   m.def(
-      "index_plan(Tensor bits, int columns, int block, int[] tiles, bool of_rows, bool of_columns, bool limited) "
+      "index_plan(Tensor bits, int columns, int block, int[] tiles, bool of_rows, bool of_columns, bool bounded) "
       "-> (Tensor plan, Tensor counts)");
 
   // The tiles of a plan: lines, entries, units and cuts of each height of the rows, then of the columns. layout_heads:
-  // L, or 1 where all heads are equal. sizes: three for each, the numbers of its entries, units and cuts, or, if
-  // limited, the space for them. Then a unit more is there, and all behind the last are (-1, their number, 0, 0); where
-  // entries have no space, the tile's units have none, from -1 on.
+  // L, or 1 where all heads are equal. sizes: three for each, the numbers of its entries, units and cuts. If bounded it
+  // is one number, the entries of each that there is space for; then units and cuts are as many as there may be, and
+  // one unit more: all behind the last are (-1, their number, 0, 0). Where entries have no space, the tile's units have
+  // none, from -1 on.
   m.def(
       "index_fill(Tensor bits, Tensor plan, Tensor counts, int columns, int block, int[] tiles, bool of_rows, "
-      "bool of_columns, bool limited, int layout_heads, int[] sizes) -> Tensor[]");
+      "bool of_columns, bool bounded, int layout_heads, int[] sizes) -> Tensor[]");
 
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)

@@ -25,7 +25,7 @@ class TileSet:
 
 
 def tile_sets(
-    live: torch.Tensor, block: int, heights: list[int], sides: list[str], limited: bool, space: int | None = None
+    live: torch.Tensor, block: int, heights: list[int], sides: list[str], bounded: bool, space: int | None = None
 ) -> list[TileSet]:
     """The sets of a layout, bool (L, R, C), in the order of index_fill; `space` is that for the entries of each set."""
     sets = [(side, tile, max(1, tile // block)) for side in sides for tile in heights]
@@ -47,7 +47,7 @@ def tile_sets(
         entries = [
             in_order(one, height, side, span) if in_turns else sorted_entries(one) for head in of_heads for one in head
         ]
-        units, cuts = cut_heads([[len(one) for one in head] for head in of_heads], block, limited)
+        units, cuts = cut_heads([[len(one) for one in head] for head in of_heads], block, bounded)
         ends = list(accumulate(map(len, entries)))
         fits = [space is None or end <= space for end in ends]
         units = [[t, first, count, part] if fits[t] else [t, -1, 0, part] for t, first, count, part in units]
@@ -97,13 +97,13 @@ def in_order(tile: dict[int, int], height: int, side: str, span: int) -> list[in
     return sorted(sorted_entries(tile), key=place)
 
 
-def cut_heads(lengths: list[list[int]], block: int, limited: bool) -> tuple[list[list[int]], list[list[int]]]:
+def cut_heads(lengths: list[list[int]], block: int, bounded: bool) -> tuple[list[list[int]], list[list[int]]]:
     """Units and cuts of the tiles of all heads."""
     units, cuts, tile, first, part = [], [], 0, 0, 0
     step = max(1, STEP // block)
     for head in lengths:
         of_head: list[list[int]] = []
-        for length, parts in zip(head, parts_of_lists(head, block, step, limited)):
+        for length, parts in zip(head, parts_of_lists(head, block, step, bounded)):
             steps = -(-length // step)
             bounds = [min(steps * i // parts * step, length) for i in range(parts + 1)]
             for i in range(parts):
@@ -117,9 +117,9 @@ def cut_heads(lengths: list[list[int]], block: int, limited: bool) -> tuple[list
     return units, cuts
 
 
-def parts_of_lists(lengths: list[int], block: int, step: int, limited: bool) -> list[int]:
+def parts_of_lists(lengths: list[int], block: int, step: int, bounded: bool) -> list[int]:
     """Into how many parts each list of a head is cut: at most one and a half times the mean is in one, or LEAST_CUT
-    tokens; twice that, and so on, where there are more than limited parts. Where little is won, none is cut."""
+    tokens; twice that, and so on, where there are more than bounded parts. Where little is won, none is cut."""
     number = len(lengths)
     longest = step * max(-(-3 * sum(lengths) // (2 * number * step)), LEAST_CUT // (step * block), 1)
     while True:
@@ -128,6 +128,6 @@ def parts_of_lists(lengths: list[int], block: int, step: int, limited: bool) -> 
         if shorter_by * block <= LEAST_CUT:
             return [1] * number
         cut = sum(count > 1 for count in parts)
-        if not limited or (sum(parts) <= number + number // 4 + 1 and cut <= number // 8 + 1):
+        if not bounded or (sum(parts) <= number + number // 4 + 1 and cut <= number // 8 + 1):
             return parts
         longest *= 2

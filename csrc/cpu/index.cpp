@@ -228,8 +228,8 @@ void cut_lists(const Memory& m, int set_number, int64_t head) {
 
 std::tuple<Tensor, Tensor> index_plan(
     const Tensor& bits, int64_t columns, int64_t block, const std::vector<int64_t>& tiles, bool of_rows,
-    bool of_columns, bool limited) {
-  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, limited);
+    bool of_columns, bool bounded) {
+  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
   Tensor memory = torch::stable::new_empty(bits, {plan.size}, ScalarType::Int);
   Tensor counts = torch::stable::new_empty(bits, {plan.num_counts()}, ScalarType::Long);
   std::memset(counts.mutable_data_ptr(), 0, counts.numel() * sizeof(int64_t));
@@ -330,9 +330,9 @@ void fill_entries(const Memory& m, int set_number, int64_t head, const SetTensor
 
 std::vector<Tensor> index_fill(
     const Tensor& bits, const Tensor& memory, const Tensor& counts, int64_t columns, int64_t block,
-    const std::vector<int64_t>& tiles, bool of_rows, bool of_columns, bool limited, int64_t layout_heads,
+    const std::vector<int64_t>& tiles, bool of_rows, bool of_columns, bool bounded, int64_t layout_heads,
     const std::vector<int64_t>& sizes) {
-  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, limited);
+  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
   check_plan(plan, memory, counts);
   SetTensors to[kMaxSets];
   const std::vector<Tensor> made = set_tensors(plan, bits, layout_heads, sizes, to);
@@ -344,10 +344,10 @@ std::vector<Tensor> index_fill(
     const int64_t* total = layout_heads == plan.heads ? header.totals[i] : header.of_first[i];
     check(
         total[kWork] <= to[i].num_work && total[kCuts] <= to[i].num_cuts &&
-            (limited || total[kEntries] <= to[i].num_entries),
+            (bounded || total[kEntries] <= to[i].num_entries),
         "sizes has to be the counts of the plan, or more.");
     std::fill(to[i].cuts + 3 * total[kCuts], to[i].cuts + 3 * to[i].num_cuts, 0);
-    for (int64_t n = total[kWork]; n < to[i].num_work + limited; ++n) {
+    for (int64_t n = total[kWork]; n < to[i].num_work + bounded; ++n) {
       int32_t* work = to[i].work + 4 * n;
       work[0] = -1;
       work[1] = static_cast<int32_t>(total[kWork]);

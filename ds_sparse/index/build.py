@@ -53,6 +53,7 @@ class TilePlan:
         block: tokens on a block's side.
         heights: those of the tiles in tokens, one or two, ascending; at most the first is of a single line.
         sides: 'rows', 'columns' or both in this order.
+        bounded: as `of` was told.
         memory: int32, the plan.
         counts: int64, its numbers.
     """
@@ -62,14 +63,21 @@ class TilePlan:
     block: int
     heights: Sequence[int]
     sides: Sequence[str]
+    bounded: bool
     memory: Tensor
     counts: Tensor
 
     @classmethod
     def of(
-        cls, bits: Tensor, columns: int, block: int, heights: Sequence[int], sides: Sequence[str] = SIDES
+        cls,
+        bits: Tensor,
+        columns: int,
+        block: int,
+        heights: Sequence[int],
+        sides: Sequence[str] = SIDES,
+        bounded: bool = False,
     ) -> TilePlan:
-        """The plan of a layout's bits.
+        """The plan of a layout's bits; bounded: for tiles that nobody counts.
 
         Raises:
             RuntimeError: bits on a device without kernels.
@@ -81,8 +89,8 @@ class TilePlan:
                     f"tile is {tile!r}; it has to be a power of two and at most {MAX_LINES} blocks of {block} tokens."
                 )
         require_kernel("index_plan", bits.device)
-        plan = ops.index_plan(bits, columns, block, heights, "rows" in sides, "columns" in sides, False)
-        return cls(bits, columns, block, heights, sides, *plan)
+        plan = ops.index_plan(bits, columns, block, heights, "rows" in sides, "columns" in sides, bounded)
+        return cls(bits, columns, block, heights, sides, bounded, *plan)
 
     def fetch(self, *more: Tensor) -> tuple[Counts, list[int]]:
         """The counts, and what else the host has to know, tensors of one number, in one transfer."""
@@ -90,11 +98,12 @@ class TilePlan:
         counts = Counts.of(numbers[:NUMBERS], len(self.bits), len(self.sides) * len(self.heights))
         return counts, numbers[NUMBERS:]
 
-    def fill(self, counts: Counts) -> dict[tuple[str, int], Tiles]:
-        """The tiles by side and height."""
+    def fill(self, layout_heads: int, sizes: list[int]) -> dict[tuple[str, int], Tiles]:
+        """The tiles by side and height, of so many heads. sizes: those of `Counts`; of a bounded plan one, the entries
+        of each that there is space for."""
         made = ops.index_fill(
             self.bits, self.memory, self.counts, self.columns, self.block, self.heights, "rows" in self.sides,
-            "columns" in self.sides, False, counts.layout_heads, counts.sizes,
+            "columns" in self.sides, self.bounded, layout_heads, sizes,
         )  # fmt: skip
         keys = enumerate(product(self.sides, self.heights))
         return {(side, tile): Tiles(tile, *made[4 * i : 4 * i + 4]) for i, (side, tile) in keys}
@@ -104,6 +113,12 @@ def bits_of(layout: Tensor) -> Tensor:
     """The bits of a layout (L, R, C), bool or uint8. Raises RuntimeError where it is on a device without kernels."""
     require_kernel("index_bits", layout.device)
     return ops.index_bits(layout, False)
+
+
+def bits_of_blocks(block_indices: Tensor, columns: int) -> Tensor:
+    """The same of the blocks that `block_indices` (L, R, k) names for each row."""
+    require_kernel("index_bits_of_blocks", block_indices.device)
+    return ops.index_bits_of_blocks(block_indices.contiguous(), columns, False)
 
 
 def _on_host(*tensors: Tensor) -> list[int]:

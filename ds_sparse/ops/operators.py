@@ -123,10 +123,8 @@ def _index_plan(x: Arguments) -> tuple[Tensor, Tensor]:
         if not (x.of_rows if of_rows else x.of_columns):
             continue
         parts = [] if of_rows else [lines * _ceil_div(others, 32)]
-        for height in (max(1, tile // x.block) for tile in x.tiles):
-            tiles, sets = _ceil_div(lines, height), sets + 1
-            cuts = tiles // 8 + 1 if x.limited else _ceil_div(2 * tiles, 3) + 1
-            work = tiles + (tiles // 4 + 1 if x.limited else cuts)
+        for tiles, work, cuts in (_most(x, lines, tile) for tile in x.tiles):
+            sets += 1
             parts += [tiles, tiles, 4 * work, 3 * cuts]
         highest = max(1, x.tiles[-1] // x.block)
         parts += [2 * lines, lines, lines, 1, _ceil_div(lines, highest) * highest] if highest > 1 else []
@@ -135,14 +133,26 @@ def _index_plan(x: Arguments) -> tuple[Tensor, Tensor]:
     return x.bits.new_empty(size, dtype=torch.int32), counts
 
 
+def _most(x: Arguments, lines: Any, tile: int) -> tuple[Any, Any, Any]:
+    """The tiles of a head's lines, and the most work tiles and cuts."""
+    tiles = _ceil_div(lines, max(1, tile // x.block))
+    if x.bounded:
+        return tiles, tiles + tiles // 4 + 1, tiles // 8 + 1
+    cuts = _ceil_div(2 * tiles, 3) + 1
+    return tiles, tiles + cuts, cuts
+
+
 def _index_fill(x: Arguments) -> list[Tensor]:
-    sides = [lines for lines, wanted in ((x.bits.shape[1], x.of_rows), (x.columns, x.of_columns)) if wanted]
-    heights = [max(1, tile // x.block) for tile in x.tiles]
+    rows, columns, heads = x.bits.shape[1], x.columns, x.layout_heads
+    sides = [lines for lines, wanted in (((rows, columns), x.of_rows), ((columns, rows), x.of_columns)) if wanted]
     shapes: list[tuple[Any, ...]] = []
-    for number, (lines, height) in enumerate(product(sides, heights)):
-        entries, units, cuts = x.sizes[3 * number : 3 * number + 3]
-        in_tiles = x.layout_heads * _ceil_div(lines, height) * height
-        shapes += [(in_tiles,), (entries,), (units + x.limited, 4), (cuts, 3)]
+    for number, ((lines, others), tile) in enumerate(product(sides, x.tiles)):
+        tiles, work, cuts = _most(x, lines, tile)
+        if x.bounded:
+            sizes = min(x.sizes[0], heads * tiles * others), heads * work + 1, heads * cuts
+        else:
+            sizes = x.sizes[3 * number : 3 * number + 3]
+        shapes += [(heads * tiles * max(1, tile // x.block),), (sizes[0],), (sizes[1], 4), (sizes[2], 3)]
     return [x.bits.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 

@@ -50,15 +50,15 @@ def shapes(tensors: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def check_lists(
-    device: str, live: torch.Tensor, block: int, tiles: list[int], sides: list[str], limited: bool, part: float = 1
+    device: str, live: torch.Tensor, block: int, tiles: list[int], sides: list[str], bounded: bool, part: float = 1
 ) -> None:
     """Asserts that counts and lists are those of plain Python; `part` of the entries of the largest set has space."""
     heads, rows, columns = live.shape
     bits = ops.index_bits(live.to(device), False)
-    call = (columns, block, tiles, "rows" in sides, "columns" in sides, limited)
+    call = (columns, block, tiles, "rows" in sides, "columns" in sides, bounded)
     plan, counts = ops.index_plan(bits, *call)
 
-    of_all, of_first = (tile_sets(x, block, tiles, sides, limited) for x in (live, live[:1]))
+    of_all, of_first = (tile_sets(x, block, tiles, sides, bounded) for x in (live, live[:1]))
     equal, numbers = bool((live == live[:1]).all()), counts[:NUMBERS].tolist()
     assert numbers[:2] == [bool(live.triu(1).any()), not equal]
     assert numbers[3:6] == [sum(len(one.entries) for one in of_all), live.sum(), live[0].sum()]
@@ -68,23 +68,25 @@ def check_lists(
             assert numbers[begin : begin + 4] == [len(one.entries), len(one.units), len(one.cuts), parts]
             begin += 4
 
-    space = int(part * max(len(one.entries) for one in of_all)) + 1 if limited else None
+    space = int(part * max(len(one.entries) for one in of_all)) + 1 if bounded else None
     for stored in {1, heads} if equal else {heads}:
-        wanted, sizes = tile_sets(live[:stored], block, tiles, sides, limited, space), []
-        lines_of = {"rows": rows, "columns": columns}
-        for one, (side, tile) in zip(wanted, product(sides, tiles)):
-            number = -(-lines_of[side] // max(1, tile // block))
-            of_limited = (space, stored * (number + number // 4 + 1), stored * (number // 8 + 1))
-            sizes += of_limited if limited else (len(one.entries), len(one.units), len(one.cuts))
+        wanted, sizes = tile_sets(live[:stored], block, tiles, sides, bounded, space), []
+        for one in wanted:
+            sizes += (len(one.entries), len(one.units), len(one.cuts))
+        sizes = [space] if bounded else sizes
         made = ops.index_fill(bits, plan, counts, *call, stored, sizes)
-        for one, *found in zip(wanted, *(made[i::4] for i in range(4))):
+        others = {"rows": columns, "columns": rows}
+        for (side, tile), one, *found in zip(product(sides, tiles), wanted, *(made[i::4] for i in range(4))):
             lines, entries, units, cuts = (x.tolist() for x in found)
             assert all(x.dtype == torch.int32 and x.is_contiguous() for x in found)
-            if limited:
+            if bounded:
+                number = len(one.lines) // stored // max(1, tile // block)
+                assert len(units) == stored * (number + number // 4 + 1) + 1 and len(cuts) == stored * (number // 8 + 1)
                 one.units += [[-1, len(one.units), 0, 0]] * (len(units) - len(one.units))
                 one.cuts += [[0, 0, 0]] * (len(cuts) - len(one.cuts))
             assert (lines, units, cuts) == (one.lines, one.units, one.cuts)
-            assert len(entries) == (space if limited else len(one.entries))
+            blocks = len(one.lines) // max(1, tile // block) * others[side]
+            assert len(entries) == (min(space, blocks) if bounded else len(one.entries))
             there = [(entry % 2**32, right) for entry, right in zip(entries, one.entries) if right is not None]
             assert [entry for entry, _ in there] == [right for _, right in there]
         check_fake(bits, plan, counts, call, stored, sizes, made)
@@ -100,12 +102,12 @@ def check_fake(bits: torch.Tensor, plan: torch.Tensor, counts: torch.Tensor, cal
 
 
 @EXAMPLES
-@given(data=st.data(), live=layouts_of_lines(), block=st.sampled_from((8, 16, 32, 64, 128, 256)), limited=st.booleans())
+@given(data=st.data(), live=layouts_of_lines(), block=st.sampled_from((8, 16, 32, 64, 128, 256)), bounded=st.booleans())
 def test_each_list_is_that_of_plain_python(
-    device: str, data: st.DataObject, live: torch.Tensor, block: int, limited: bool
+    device: str, data: st.DataObject, live: torch.Tensor, block: int, bounded: bool
 ):
     tiles, sides, part = data.draw(heights(block)), data.draw(st.sampled_from(SIDES)), data.draw(st.floats(0, 1))
-    check_lists(device, live, block, tiles, sides, limited, part)
+    check_lists(device, live, block, tiles, sides, bounded, part)
 
 
 @pytest.mark.parametrize("chance", [0.004, 0.1, 0.5])
@@ -115,8 +117,8 @@ def test_long_lists_are_those_of_plain_python(device: str, block: int, chance: f
     live = torch.rand(2, 80, 500, generator=seeded()) < chance
     live[:, 5] = live[0, 30] = True
     for layout in (live, live.mT):
-        for limited in (False, True):
-            check_lists(device, layout, block, [64, 128], SIDES[2], limited)
+        for bounded in (False, True):
+            check_lists(device, layout, block, [64, 128], SIDES[2], bounded)
 
 
 def unpacked(bits: torch.Tensor, columns: int) -> torch.Tensor:
@@ -171,7 +173,7 @@ def arguments(device: str = "cpu") -> dict[str, dict[str, Any]]:
     layout = torch.rand(2, 100, 120, generator=seeded()) < 0.02
     layout[:, 7] = layout[:, :, 9] = True
     bits = ops.index_bits(layout.to(device), False)
-    call = {"columns": 120, "block": 16, "tiles": [64, 128], "of_rows": True, "of_columns": True, "limited": False}
+    call = {"columns": 120, "block": 16, "tiles": [64, 128], "of_rows": True, "of_columns": True, "bounded": False}
     plan, counts = ops.index_plan(bits, *call.values())
     totals = counts[6:22].view(4, 4)[:, :3]
     assert totals.all()
@@ -232,10 +234,10 @@ PLANS = [
 FILLS = [
     ("plan and counts have to be those of index_plan", {"plan": torch.zeros(7, dtype=torch.int32)}),
     ("plan and counts have to be those of index_plan", {"counts": torch.zeros(7, dtype=torch.int64)}),
-    ("plan and counts have to be those of index_plan", {"limited": True}),
+    ("plan and counts have to be those of index_plan", {"bounded": True}),
     ("plan and counts have to be those of index_plan", {"tiles": [64]}),
     ("layout_heads has to be 1 or the heads of bits", {"layout_heads": 3}),
-    ("three numbers for each tile set", {"sizes": [700, 100, 30]}),
+    ("sizes has to have 12 numbers, got 3", {"sizes": [700, 100, 30]}),
 ]
 
 

@@ -481,7 +481,7 @@ __global__ void __launch_bounds__(kThreads) fill_work_kernel(Memory m, Filled fi
       to.lines[head * lines + i] = m.line_of(set, head, 0, i);
     }
   }
-  if (m.plan.limited && blockIdx.y == 0) {
+  if (m.plan.bounded && blockIdx.y == 0) {
     const int64_t* totals = m.header().totals[set_number];
     for (int64_t i = totals[kWork] + thread; i <= to.num_work; i += threads) {
       all_work[i] = {-1, static_cast<int>(totals[kWork]), 0, 0};
@@ -558,8 +558,8 @@ dim3 grid_of(int64_t items, int64_t heads, int number) {
 
 std::tuple<Tensor, Tensor> index_plan(
     const Tensor& bits, int64_t columns, int64_t block, const std::vector<int64_t>& tiles, bool of_rows,
-    bool of_columns, bool limited) {
-  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, limited);
+    bool of_columns, bool bounded) {
+  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
   const Launcher launch(bits);
   Tensor memory = torch::stable::new_empty(bits, {plan.size}, ScalarType::Int);
   Tensor counts = launch.zeros(bits, plan.num_counts(), ScalarType::Long);
@@ -591,9 +591,9 @@ std::tuple<Tensor, Tensor> index_plan(
 
 std::vector<Tensor> index_fill(
     const Tensor& bits, const Tensor& memory, const Tensor& counts, int64_t columns, int64_t block,
-    const std::vector<int64_t>& tiles, bool of_rows, bool of_columns, bool limited, int64_t layout_heads,
+    const std::vector<int64_t>& tiles, bool of_rows, bool of_columns, bool bounded, int64_t layout_heads,
     const std::vector<int64_t>& sizes) {
-  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, limited);
+  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
   check_plan(plan, memory, counts);
   const Launcher launch(bits);
   Filled filled;
