@@ -75,6 +75,14 @@ def with_heads(layout: Tensor) -> Tensor:
     return layout if layout.dim() == 3 else layout.unsqueeze(0)
 
 
+def with_heads_of_sequences(layout: Tensor) -> tuple[Tensor, int]:
+    """`with_heads` of a layout that may be another one for each sequence, (B, H, R, C), whose heads follow those of the
+    sequence before; and B, 1 where it is one for all."""
+    if isinstance(layout, Tensor) and layout.dim() == 4 and not layout.is_nested and layout.numel():
+        return with_heads(layout.flatten(0, 1)), layout.shape[0]
+    return with_heads(layout), 1
+
+
 def _instead_of(given: object) -> str:
     """Advice for what is no layout, where it is known."""
     if hasattr(given, "make_layout"):

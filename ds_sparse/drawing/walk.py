@@ -52,7 +52,8 @@ def walks(live: Tensor, block: int) -> list[Walk]:
         plan = TilePlan.of(bits, live.shape[1], block, [tile])
         height = max(1, tile // block)
         parts = 2 if tile == HOPPER_TILE and height > 1 else 1
-        for (side, _), tiles in plan.fill(plan.fetch()[0]).items():
+        counts, _ = plan.fetch()
+        for (side, _), tiles in plan.fill(counts.layout_heads, counts.sizes).items():
             walked = _walked(tiles.entries >> BLOCK_BITS, height, parts)
             lines, entries = tiles.lines.numpy(), len(tiles.entries)
             found.append(Walk(side, tile, by, height, parts, lines, entries, walked, live_blocks))

@@ -12,8 +12,9 @@ import torch
 
 from .._ops import ops
 from ..dispatch import TILE, tile_heights
-from ..layout import check_values, unpack_bits, with_heads
-from .build import TilePlan, bits_of
+from ..layout import check_values, unpack_bits, with_heads_of_sequences
+from .build import NUMBERS, TilePlan, bits_of, bits_of_blocks
+from .cache import is_capturing
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
 from .on_device import OnDevice
@@ -34,21 +35,26 @@ MAX_BLOCK = 1 << 15
 class BlockIndex(OnDevice):
     """The live blocks of a layout, in tiles and one by one.
 
-    Built once, by `build`, `from_mask` or `from_flex`; immutable, shared by every operation, on any stream (see
-    `ReadyEvent`). The tiles are what attention walks, and products on a Hopper GPU. The rest is made from the layout's
-    bits when it is first asked for, and kept: the `Lists` of MatMul and Softmax, the `Strips` of Softmax on a GPU,
-    tiles of another height, the index cut for causal attention, or with its rows in the opposite order.
+    Built once, by `build`, `from_blocks`, `from_mask` or `from_flex`; immutable, shared by every operation, on any
+    stream (see `ReadyEvent`). The tiles are what attention walks, and products on a Hopper GPU. The rest is made from
+    the layout's bits when it is first asked for, and kept: the `Lists` of MatMul and Softmax, the `Strips` of Softmax
+    on a GPU, tiles of another height, and the index cut for causal attention.
 
-    Letters: L stored layout heads (1 when all heads are equal, else `num_heads`), R/C block rows and columns,
-    V live blocks of the L stored heads together.
+    A *bounded* index, which `from_blocks` and a `capacity` give, waits for no device: it may be built in each step, in
+    the capture of a CUDA graph, and in a graph of torch.compile, of a layout that the graph computes. An entry takes 4
+    bytes; on each side there are as many as `capacity`, and no more than the blocks of the layout divided by the lines
+    of a tile.
+
+    Letters: L stored layout heads (1 when all heads are equal, else `num_heads`, for each of `num_sequences`), R/C
+    block rows and columns, V live blocks of the L stored heads together.
 
     Attributes:
         block: tokens on a block's side.
         num_heads: heads of the layout as given; 1 means that any number of heads share it.
+        num_sequences: sequences that have a layout of their own; 1: any number of them share it.
         layout_heads: L.
         rows, columns: R and C.
-        live_blocks: V.
-        reaches_ahead: whether a block above the diagonal is live.
+        capacity: live blocks for which a bounded index has space; None: sizes are exact.
         bits: uint8 (L, R, 4 * ceil(C / 32)). The layout: bit k of byte j is block 8 * j + k, in whole words.
         row_tiles: block rows in tiles of `TILE` tokens, which list block columns.
         column_tiles: block columns in tiles of `TILE` tokens, which list block rows.
@@ -76,37 +82,107 @@ class BlockIndex(OnDevice):
     layout_heads: int
     rows: int
     columns: int
-    live_blocks: int
-    reaches_ahead: bool
+    _live_blocks: int | None  # None: not counted
+    _reaches_ahead: bool | None
     bits: torch.Tensor
     _made: dict[Any, Any]  # Lists, Strips, Tiles and a BlockIndex, by what they are
+    num_sequences: int = 1
+    capacity: int | None = None
 
     def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
         if given or (fields and "_made" not in fields):
             raise TypeError(
-                "A BlockIndex is built from a layout: BlockIndex.build(layout, block), or from_mask or from_flex."
+                "A BlockIndex is built from a layout: BlockIndex.build(layout, block), or from_blocks, from_mask or "
+                "from_flex."
             )
         return super().__new__(cls)
 
     @classmethod
-    def build(cls, layout: torch.Tensor, block: int) -> BlockIndex:
-        """Builds the index on the layout's device; synchronises with it once.
+    def build(cls, layout: torch.Tensor, block: int, *, capacity: int | None = None) -> BlockIndex:
+        """Builds the index on the layout's device; synchronises with it once, or, where it is bounded, not at all.
 
         Args:
-            layout: bool, or 0 and 1 as numbers, (R, C) or (H or 1, R, C).
+            layout: bool, or 0 and 1 as numbers, (R, C) or (H or 1, R, C); for attention also (Hkv, R, C), one for each
+                group of heads that share a key head, and (B, H, Hkv or 1, R, C), one for each sequence.
             block: tokens on a block's side, a power of two, 8 or more.
+            capacity: live blocks, of all heads and sequences together, for which a bounded index of a bool layout has
+                space. Rows that have none are NaN, and reading `live_blocks` raises. None: as many as there are; in a
+                graph of torch.compile and in the capture of a CUDA graph, where nobody can wait for that number, as
+                many as the layout has blocks.
 
         Returns:
             The index, on the layout's device.
 
         Raises:
-            TypeError, ValueError: a layout of another type, dtype, shape or value; another block; `2**31` live blocks
-                or more; above `2**24` rows or columns.
+            TypeError, ValueError: a layout of another type, dtype, shape or value; another block or capacity; `2**31`
+                live blocks or more; above `2**24` rows or columns.
             RuntimeError: a device without kernels.
         """
         block = check_block(block)
-        layout = unwrap_functorch("The layout", with_heads(layout))
-        return cls._of(layout, block)
+        given, num_sequences = with_heads_of_sequences(layout)
+        layout = unwrap_functorch("The layout", given)
+        if capacity is None and not (torch.compiler.is_compiling() or (layout.is_cuda and is_capturing())):
+            return cls._of(layout, block, num_sequences)
+        if layout.dtype != torch.bool:
+            raise TypeError(
+                f"The layout is {layout.dtype}, and nobody can wait here to see that it holds only 0 and 1; give a "
+                "bool layout, such as layout != 0."
+            )
+        heads, rows, columns = layout.shape
+        if capacity is None:
+            capacity = heads * rows * columns
+        elif isinstance(capacity, bool) or not isinstance(capacity, Integral) or capacity < 0:
+            raise ValueError(f"capacity is {capacity!r}; it has to be an integer of 0 or more, the most live blocks.")
+        _check_size(rows, columns)
+        return cls._bounded(bits_of(layout), columns, block, num_sequences, capacity)
+
+    @classmethod
+    def from_blocks(cls, block_indices: torch.Tensor, block: int, columns: int | None = None) -> BlockIndex:
+        """Builds the bounded index of the blocks that are named for each block row; waits for no device.
+
+        Sources: Lu et al., "MoBA", 2025; Yuan et al., "Native sparse attention", 2025: models that choose their blocks
+        in every step.
+
+        Args:
+            block_indices: int32 or int64 (R, k), (H, Hkv or 1, R, k) or (B, H, Hkv or 1, R, k): the block columns that
+                each block row sees, in any order, repeated ones once; -1 for none.
+            block: tokens on a block's side, a power of two, 8 or more.
+            columns: C; R if it is not given. On the CPU a block beyond them is an error; elsewhere it is none.
+
+        Returns:
+            The index, with space for k blocks a row, on the device of `block_indices`.
+
+        Raises:
+            TypeError, ValueError: a tensor of another type, dtype or shape; another block; columns that are no integer
+                of 1 or more; a block beyond them, named by its place; above `2**24` rows or columns.
+            RuntimeError: a device without kernels.
+
+        Examples:
+            >>> import torch
+            >>> import ds_sparse
+            >>> scores = torch.rand(2, 4, 16, 16)  # of two sequences, for four groups of heads
+            >>> index = ds_sparse.BlockIndex.from_blocks(scores.topk(3).indices, block=16).causal()
+            >>> index
+            BlockIndex(16 x 16 blocks of 16, 4 heads of 2 sequences, at most 384 live, cpu)
+            >>> query, key = torch.randn(2, 8, 256, 32), torch.randn(2, 4, 256, 32)
+            >>> ds_sparse.block_sparse_attention(query, key, key, index, causal=True).shape
+            torch.Size([2, 8, 256, 32])
+        """
+        block = check_block(block)
+        named = _named_blocks(block_indices)
+        sequences, heads, rows, listed = named.shape
+        columns = rows if columns is None else columns
+        if isinstance(columns, bool) or not isinstance(columns, Integral) or columns < 1:
+            raise ValueError(f"columns is {columns!r}; it has to be an integer of 1 or more, the blocks of the keys.")
+        _check_size(rows, columns)
+        if named.is_cpu and not torch.compiler.is_compiling() and (named >= columns).any():
+            place = (named >= columns).nonzero()[0].tolist()
+            raise ValueError(
+                f"block_indices names block {int(named[tuple(place)])} for row {place[2]} of head {place[1]}, and "
+                f"there are {columns} columns; give numbers below that, and -1 for none."
+            )
+        bits = bits_of_blocks(named.flatten(0, 1), columns)
+        return cls._bounded(bits, columns, block, sequences, sequences * heads * rows * min(listed, columns))
 
     @classmethod
     def from_mask(cls, token_mask: torch.Tensor, block: int, *, partial: str = "error") -> BlockIndex:
@@ -170,18 +246,39 @@ class BlockIndex(OnDevice):
 
     @classmethod
     @outside_transforms
-    def _of(cls, layout: torch.Tensor, block: int) -> BlockIndex:
+    def _of(cls, layout: torch.Tensor, block: int, num_sequences: int) -> BlockIndex:
         heads, rows, columns = layout.shape
-        if max(rows, columns) > MAX_BLOCKS:
-            raise ValueError(
-                f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
-            )
+        _check_size(rows, columns)
         numbers = None if layout.dtype == torch.bool else layout
-        return cls._of_bits(bits_of(layout.bool()), columns, block, heads, numbers)
+        return cls._of_bits(bits_of(layout.bool()), columns, block, heads // num_sequences, num_sequences, numbers)
+
+    @classmethod
+    def _bounded(
+        cls,
+        bits: torch.Tensor,
+        columns: int,
+        block: int,
+        num_sequences: int,
+        capacity: int,
+        reaches_ahead: bool | None = None,
+    ) -> BlockIndex:
+        """The bounded index of a layout's bits, whose tiles are made when they are first asked for."""
+        heads, rows, _ = bits.shape
+        return cls(
+            block=block, num_heads=heads // num_sequences, layout_heads=heads, rows=rows, columns=columns,
+            _live_blocks=None, _reaches_ahead=reaches_ahead, bits=bits, _made={}, num_sequences=num_sequences,
+            capacity=capacity,
+        )  # fmt: skip
 
     @classmethod
     def _of_bits(
-        cls, bits: torch.Tensor, columns: int, block: int, num_heads: int, numbers: torch.Tensor | None = None
+        cls,
+        bits: torch.Tensor,
+        columns: int,
+        block: int,
+        num_heads: int,
+        num_sequences: int,
+        numbers: torch.Tensor | None = None,
     ) -> BlockIndex:
         """The index of a layout's bits, of one head if all are equal; `numbers`, which they were made of, have to be 0
         or 1."""
@@ -199,7 +296,7 @@ class BlockIndex(OnDevice):
                 f"The layout has {counts.live_blocks} live blocks; the index holds fewer than 2**31. Use a larger "
                 "block."
             )
-        tiles = plan.fill(counts)
+        tiles = plan.fill(counts.layout_heads, counts.sizes)
         for side, height in product(SIDES, heights):
             tiles.setdefault((side, height), replace(tiles[side, heights[0]], tile=height))
         return cls(
@@ -208,20 +305,52 @@ class BlockIndex(OnDevice):
             layout_heads=counts.layout_heads,
             rows=bits.shape[1],
             columns=columns,
-            live_blocks=counts.live_blocks,
-            reaches_ahead=counts.reaches_ahead,
+            _live_blocks=counts.live_blocks,
+            _reaches_ahead=counts.reaches_ahead,
             # A copy: a view would keep the memory of all heads.
             bits=bits if counts.layout_heads == len(bits) else bits[:1].clone(),
             _made=tiles,
+            num_sequences=num_sequences,
         )
 
     def __repr__(self) -> str:
-        share = self.live_blocks / (self.layout_heads * self.rows * self.columns)
         heads = "any heads" if self.num_heads == 1 else f"{self.num_heads} heads"
-        return (
-            f"BlockIndex({self.rows} x {self.columns} blocks of {self.block}, {heads}"
-            f"{' alike' if self.layout_heads < self.num_heads else ''}, density {share:.1%}, {self.device})"
-        )
+        if self.num_sequences > 1:
+            heads += f" of {self.num_sequences} sequences"
+        if self._live_blocks is None:  # nobody waits to print it
+            live = f"at most {self.capacity} live"
+        else:
+            heads += " alike" if self.layout_heads < self.num_heads * self.num_sequences else ""
+            live = f"density {self._live_blocks / (self.layout_heads * self.rows * self.columns):.1%}"
+        return f"BlockIndex({self.rows} x {self.columns} blocks of {self.block}, {heads}, {live}, {self.device})"
+
+    @property
+    def live_blocks(self) -> int:
+        """V. A bounded index counts them when it is first asked, which waits for the device.
+
+        Raises:
+            ValueError: they are more than `capacity`.
+        """
+        return self._counted[0] if self._live_blocks is None else self._live_blocks
+
+    @property
+    def reaches_ahead(self) -> bool:
+        """Whether a block above the diagonal is live; counted and raised as `live_blocks`."""
+        return self._counted[1] if self._reaches_ahead is None else self._reaches_ahead
+
+    @property
+    def _counted(self) -> tuple[int, bool]:
+        if "counted" not in self._made:
+            what = "The live blocks of an index that nobody waited for cannot be counted"
+            self._refuse_to_make("read index.live_blocks once before.", what)
+            self._made["counted"] = self._count()
+        live_blocks, reaches_ahead = self._made["counted"]
+        if live_blocks > self.capacity:
+            raise ValueError(
+                f"The layout has {live_blocks} live blocks, and its index space for {self.capacity}: what had none is "
+                f"NaN. Build it with capacity={live_blocks} or more."
+            )
+        return live_blocks, reaches_ahead
 
     @property
     def device(self) -> torch.device:
@@ -229,8 +358,28 @@ class BlockIndex(OnDevice):
         return self.bits.device
 
     @property
+    def bounded(self) -> bool:
+        """Whether its sizes are bounded, and not exact."""
+        return self.capacity is not None
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether the stored layouts are those of sequences."""
+        return self.num_sequences > 1 and self.layout_heads > 1
+
+    @property
+    def heads_of_sequence(self) -> int:
+        """Stored layout heads of each sequence."""
+        return self.layout_heads // self.num_sequences if self.by_sequence else self.layout_heads
+
+    @property
     def lists(self) -> Lists:
-        """The live blocks one by one."""
+        """The live blocks one by one. Raises ValueError for layouts of sequences, which attention alone walks."""
+        self.for_all_sequences(
+            "Lists of live blocks, which MatMul, Softmax and the gradient of distance_bias walk, are"
+        )
+        if self.capacity is not None:
+            return self.exact().lists
         return self._once("lists", self._make_lists)
 
     @property
@@ -272,6 +421,25 @@ class BlockIndex(OnDevice):
         object.__setattr__(index, "_ready", self._ready)
         return index
 
+    def exact(self) -> BlockIndex:
+        """The index with as many entries as there are live blocks, which products and Softmax walk: itself, or, of a
+        bounded one, an index that is built at the first call, which synchronises once."""
+        if self.capacity is None:
+            return self
+        if "exact" not in self._made:
+            self._refuse_to_make("pass index.exact().", "The live blocks of a bounded index cannot be counted")
+            self._made["exact"] = self._make_exact()
+        return self._made["exact"]
+
+    def for_all_sequences(self, what: str) -> BlockIndex:
+        """The index itself. Raises ValueError where sequences have layouts of their own; `what` needs one for all."""
+        if self.num_sequences > 1:
+            raise ValueError(
+                f"{what} of one layout for all sequences, and this index has one for each of {self.num_sequences}; "
+                "build an index for each sequence."
+            )
+        return self
+
     def with_lists(self) -> BlockIndex:
         """The index itself, its lists made: what is compiled or captured later cannot make them."""
         _ = self.lists
@@ -283,7 +451,8 @@ class BlockIndex(OnDevice):
         return self
 
     def tiles(self, side: str, tile: int = TILE) -> Tiles:
-        """The tiles of a side. Those of another height than `TILE` are made at the first call, which synchronises once.
+        """The tiles of a side. Those of another height than `TILE` are made at the first call, which synchronises
+        once; a bounded index makes all then, both sides together, and waits for nothing.
 
         Args:
             side: 'rows' or 'columns'.
@@ -297,16 +466,25 @@ class BlockIndex(OnDevice):
         """
         if side not in SIDES:
             raise ValueError(f"side is {side!r}; it has to be 'rows' or 'columns'.")
+        if self.capacity is not None and (side, tile) not in self._made:
+            self._made.update(self._make_bounded_tiles(tile))
+            self._ready.record()
         return self._once((side, tile), partial(self._make_tiles, side, tile))
 
     def causal(self) -> BlockIndex:
-        """The index without the blocks above the diagonal. Built at the first call, which synchronises once.
+        """The index without the blocks above the diagonal. Built at the first call, which synchronises once; not for
+        a bounded index, whose causal one is bounded.
 
         Returns:
             The index for causal attention; itself where there are no such blocks.
         """
-        if not self.reaches_ahead:
+        if self._reaches_ahead is False:
             return self
+        if self.capacity is not None and "causal" not in self._made:
+            bits = ops.index_causal_bits(self.bits)
+            self._made["causal"] = self._bounded(
+                bits, self.columns, self.block, self.num_sequences, self.capacity, reaches_ahead=False
+            )
         if "causal" not in self._made:
             what = "The blocks above the diagonal cannot be left out of an index"
             self._refuse_to_make("pass index.causal().", what)
@@ -316,7 +494,7 @@ class BlockIndex(OnDevice):
     @property
     def has_causal(self) -> bool:
         """Tells if `causal()` is there, and builds nothing."""
-        return not self.reaches_ahead or "causal" in self._made
+        return self._reaches_ahead is False or self.capacity is not None or "causal" in self._made
 
     @property
     def row_lengths(self) -> list[int]:
@@ -345,8 +523,10 @@ class BlockIndex(OnDevice):
         refuse_without_values("The index", self.bits)
         self._ready.wait(self._tensors)
         bits = self.bits.to(device)
+        if self.capacity is not None:
+            return replace(self, bits=bits, _made={})
         if device.type == "cuda":
-            moved = self._of_bits(bits, self.columns, self.block, self.num_heads)
+            moved = self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
         else:
             tiles = {key: made.to(device) for key, made in self._made.items() if isinstance(made, Tiles)}
             moved = replace(self, bits=bits, _made=tiles)
@@ -399,8 +579,9 @@ class BlockIndex(OnDevice):
         if "lists" in self._made and self._made["lists"].slots.keys() != self._walked():
             del self._made["lists"]
             _ = self.lists
-        for side, height in product(SIDES, tile_heights("block_sparse_attention", self.device, self.block)):
-            self.tiles(side, height)
+        if self.capacity is None:
+            for side, height in product(SIDES, tile_heights("block_sparse_attention", self.device, self.block)):
+                self.tiles(side, height)
 
     def _walked(self) -> set[tuple[str, int]]:
         """Sides and heights of the tiles that products walk."""
@@ -409,7 +590,18 @@ class BlockIndex(OnDevice):
 
     @outside_transforms
     def _make_causal(self) -> BlockIndex:
-        return self._of_bits(ops.index_causal_bits(self.bits), self.columns, self.block, self.num_heads)
+        bits = ops.index_causal_bits(self.bits)
+        return self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
+
+    @outside_transforms
+    def _make_exact(self) -> BlockIndex:
+        return self._of_bits(self.bits, self.columns, self.block, self.num_heads, self.num_sequences)
+
+    @outside_transforms
+    def _count(self) -> tuple[int, bool]:
+        """The live blocks of all L heads, and whether one is above the diagonal."""
+        numbers = TilePlan.of(self.bits, self.columns, self.block, [TILE], ["rows"]).counts[:NUMBERS].tolist()
+        return numbers[4], bool(numbers[0])
 
     @outside_transforms
     def _count_rows(self) -> list[int]:
@@ -427,7 +619,36 @@ class BlockIndex(OnDevice):
     @outside_transforms
     def _make_tiles(self, side: str, tile: int) -> Tiles:
         plan = TilePlan.of(self.bits, self.columns, self.block, [tile], [side])
-        return plan.fill(plan.fetch()[0])[side, tile]
+        counts, _ = plan.fetch()
+        return plan.fill(counts.layout_heads, counts.sizes)[side, tile]
+
+    def _make_bounded_tiles(self, tile: int) -> dict[tuple[str, int], Tiles]:
+        plan = TilePlan.of(self.bits, self.columns, self.block, [tile], bounded=True)
+        return plan.fill(self.layout_heads, [self.capacity])
+
+
+def _named_blocks(block_indices: torch.Tensor) -> torch.Tensor:
+    """Blocks named for block rows as (B or 1, H or 1, R, k). Raises TypeError or ValueError for anything else."""
+    if not isinstance(block_indices, torch.Tensor) or block_indices.dtype not in (torch.int32, torch.int64):
+        what = block_indices.dtype if isinstance(block_indices, torch.Tensor) else type(block_indices).__name__
+        raise TypeError(
+            f"block_indices is {what}; it has to be an int32 or int64 tensor with the numbers of the key blocks that "
+            "each block row sees."
+        )
+    if not 2 <= block_indices.dim() <= 4 or 0 in block_indices.shape:
+        raise ValueError(
+            f"block_indices has shape {tuple(block_indices.shape)}; it has to be (R, k), (H, R, k) or (B, H, R, k): "
+            "the blocks of each row, of each head, of each sequence, one of each at least."
+        )
+    given = unwrap_functorch("block_indices", block_indices)
+    return given.reshape((1,) * (4 - given.dim()) + given.shape)
+
+
+def _check_size(rows: int, columns: int) -> None:
+    if max(rows, columns) > MAX_BLOCKS:
+        raise ValueError(
+            f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
+        )
 
 
 def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:

@@ -147,6 +147,9 @@ class Parts:
 def parts_of(layout: BlockIndex | MasterLayout) -> Parts:
     """The parts of a layout, kept as long as it lives. The first call waits for an index's device."""
 
+    if isinstance(layout, BlockIndex):
+        layout.for_all_sequences("Queries from an offset on are")
+
     def build() -> Parts:
         live = layout.layout if isinstance(layout, MasterLayout) else layout.layout()
         return Parts(live.cpu(), layout.block, layout.num_heads)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from .cache import is_capturing
+
 
 class ReadyEvent:
     """Recorded on a CUDA stream behind the work that made an index; other streams queue behind it what they do with it.
@@ -24,14 +26,16 @@ class ReadyEvent:
         self.record()
 
     def record(self) -> None:
-        """Marks the place that the current stream has come to."""
-        if self.device.type == "cuda":
+        """Marks the place that the current stream has come to. What a trace or a capture makes is used in there, or
+        behind it on the same stream."""
+        self._event: torch.cuda.Event | None = None
+        if self.device.type == "cuda" and not (torch.compiler.is_compiling() or is_capturing()):
             stream = torch.cuda.current_stream(self.device)
             self._event, self._behind = stream.record_event(), {stream}
 
     def wait(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Puts what the current stream does next behind the event; `tensors` gives all that has been made."""
-        if torch.compiler.is_compiling() or self.device.type != "cuda":
+        if torch.compiler.is_compiling() or self._event is None:
             return
         stream = torch.cuda.current_stream(self.device)
         if stream not in self._behind and not torch.cuda.is_current_stream_capturing():

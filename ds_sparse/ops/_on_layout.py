@@ -16,6 +16,7 @@ class OnLayout:
     def __init__(self, layout: torch.Tensor | BlockIndex, index: BlockIndex):
         self.block = index.block
         self._given = layout if isinstance(layout, BlockIndex) else (layout.dtype, layout.shape)
+        index = index.for_all_sequences("MatMul and Softmax are").exact()
         self._indices = {index.device: index}
 
     @property

@@ -11,7 +11,7 @@ from ..index import BlockIndex, PackedIndex, as_index
 from ..index.lookup import copy_of, index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.packed import check_document_layout
-from ..layout import with_heads
+from ..layout import with_heads_of_sequences
 from ..tools.block_sizes import BLOCK_SIZES
 from ..tools.wording import listed
 from .attention_function import attend
@@ -106,10 +106,11 @@ def block_sparse_attention(
             D, such as a transposed (B, T, H, D) or a part of a packed projection, is read in place where D, offsets and
             other strides are multiples of 8 elements.
         key, value: (B, Hkv, S, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
-        layout: bool, or 0 and 1 as numbers, (R, C) or (H or 1, R, C) with R = ceil(T / block), C = ceil(S / block),
-            whose index is built at first use and kept until the tensor is changed; or a `BlockIndex` built from one, on
-            query's device, as torch.compile and CUDA graphs want (with `causal`, that index's `causal()`). Each call
-            compares a tensor on the CPU with what it held, 2 us for 64 x 64 blocks. On a GPU that would wait, and a
+        layout: bool, or 0 and 1 as numbers, (R, C), (H, Hkv or 1, R, C) or (B, H, Hkv or 1, R, C), of Hkv one for the
+            heads that share a key head, with R = ceil(T / block), C = ceil(S / block), whose index is built at first
+            use and kept until the tensor is changed; or a `BlockIndex` built from one, on query's device, as
+            torch.compile and CUDA graphs want (with `causal`, that index's `causal()`), which may be built in a graph.
+            Each call compares a tensor on the CPU with what it held, 2 us for 64 x 64 blocks. On a GPU that would wait, and a
             write that PyTorch does not count, such as to `layout.data`, goes unseen, unless DS_SPARSE_CHECK_LAYOUTS=1
             is set.
         block: 8, 16, 32, 64 or 128 tokens on a block's side; found from the shapes if it is not given.
@@ -189,6 +190,8 @@ def block_sparse_attention(
         check_heads(index, query, key)
         if distance_bias is not None:
             check_distance_bias(distance_bias, query, key.shape[2], last, rpe)
+            if distance_bias.requires_grad and isinstance(index, BlockIndex):
+                index.for_all_sequences("Gradients of distance_bias are")
         output, lse = attend(call, index)
     else:
         offsets, parts = parts_at(query_offset, layout, block, query, key.shape[2])
@@ -217,7 +220,7 @@ def index_for(
         index = as_index(layout, layout.block if block is None else block)
         _fitting_block((index.rows, index.columns), index.block, query, key)
     else:
-        _, rows, columns = with_heads(layout).shape
+        _, rows, columns = with_heads_of_sequences(layout)[0].shape
         index = index_of_layout(layout, _fitting_block((rows, columns), block, query, key), query.device)
     if causal:
         index = index.causal()

@@ -140,8 +140,8 @@ def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[Tensor, 
     tile = chosen.tile(index.block)
     rows = index.tiles("rows", tile)
     return ops.block_attention_forward(
-        *tensors, rows.lines, rows.entries, rows.units, rows.cuts, index.layout_heads, index.block, tile, scale, causal,
-        dropout_p, chosen.name,
+        *tensors, rows.lines, rows.entries, rows.units, rows.cuts, index.heads_of_sequence, index.block, tile, scale,
+        causal, dropout_p, chosen.name, index.bounded, index.by_sequence,
     )  # fmt: skip
 
 
@@ -156,7 +156,8 @@ def attention_backward(
     tile = chosen.tile(index.block)
     return ops.block_attention_backward(
         *tensors, *lists_of_tiles(index.tiles("rows", tile)), *lists_of_tiles(index.tiles("columns", tile)),
-        index.layout_heads, index.block, tile, scale, causal, dropout_p, deterministic, chosen.name,
+        index.heads_of_sequence, index.block, tile, scale, causal, dropout_p, deterministic, chosen.name, index.bounded,
+        index.by_sequence,
     )  # fmt: skip
 
 
@@ -167,8 +168,8 @@ def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
     *tensors, scale, causal, dropout_p = call
     tile = choose("gradient of rpe", call_on(index, tensors[2])).tile(index.block)
     return ops.block_attention_bias_backward(
-        *tensors, *lists_of_tiles(index.tiles("rows", tile)), index.layout_heads, index.block, tile, scale, causal,
-        dropout_p, tensors[7].shape,
+        *tensors, *lists_of_tiles(index.tiles("rows", tile)), index.heads_of_sequence, index.block, tile, scale, causal,
+        dropout_p, tensors[7].shape, index.bounded, index.by_sequence,
     )  # fmt: skip
 
 

@@ -99,8 +99,16 @@ def broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def check_heads(index: BlockIndex | MasterLayout | Parts, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Raises ValueError unless the layout is for query's heads."""
+    """Raises ValueError unless the layout is for query's heads, and its sequences."""
     heads, given = query.shape[1], index.num_heads
+    if isinstance(index, BlockIndex):
+        if index.num_sequences not in (1, query.shape[0]):
+            raise ValueError(
+                f"query has {query.shape[0]} sequences and the layout {index.num_sequences}; give the layout as many, "
+                "or one for all."
+            )
+        if given == key.shape[1]:  # one for each group of heads
+            return
     if given != 1 and given != heads:
         of_keys = f", such as layout.repeat_interleave({heads // given}, 0)" if key.shape[1] == given else ""
         raise ValueError(

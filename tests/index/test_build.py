@@ -18,6 +18,7 @@ from ds_sparse._ops import ops
 from ds_sparse.index.build import NUMBERS
 from ds_sparse.index.kernels import INDEX_OPERATORS
 from ds_sparse.layout import unpack_bits
+from ds_sparse.ops.operators import OPERATORS
 
 SIDES = (["rows"], ["columns"], ["rows", "columns"])
 
@@ -186,6 +187,10 @@ def arguments(device: str = "cpu") -> dict[str, dict[str, Any]]:
         "index_plan": {"bits": bits, **call},
         "index_fill": {"bits": bits, "plan": plan, "counts": counts, **call, **filled},
     }
+
+
+def test_each_builder_is_known_to_traces():
+    assert set(INDEX_OPERATORS) <= set(OPERATORS)
 
 
 @pytest.mark.parametrize("operator", INDEX_OPERATORS)
