@@ -110,9 +110,9 @@ def block_sparse_attention(
             heads that share a key head, with R = ceil(T / block), C = ceil(S / block), whose index is built at first
             use and kept until the tensor is changed; or a `BlockIndex` built from one, on query's device, as
             torch.compile and CUDA graphs want (with `causal`, that index's `causal()`), which may be built in a graph.
-            Each call compares a tensor on the CPU with what it held, 2 us for 64 x 64 blocks. On a GPU that would wait, and a
-            write that PyTorch does not count, such as to `layout.data`, goes unseen, unless DS_SPARSE_CHECK_LAYOUTS=1
-            is set.
+            Each call compares a tensor on the CPU with what it held, 2 us for 64 x 64 blocks. On a GPU that would wait,
+            and a write that PyTorch does not count, such as to `layout.data`, goes unseen, unless
+            DS_SPARSE_CHECK_LAYOUTS=1 is set.
         block: 8, 16, 32, 64 or 128 tokens on a block's side; found from the shapes if it is not given.
         cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one
             row of packed documents, of which none sees another, (1, H, T, D) or (T, H, D), the result likewise; or
