@@ -467,7 +467,7 @@ class BlockIndex(OnDevice):
         if side not in SIDES:
             raise ValueError(f"side is {side!r}; it has to be 'rows' or 'columns'.")
         if self.capacity is not None and (side, tile) not in self._made:
-            self._made.update(self._make_bounded_tiles(tile))
+            self._made.update(self._make_bounded_tiles(tile, self.capacity))
             self._ready.record()
         return self._once((side, tile), partial(self._make_tiles, side, tile))
 
@@ -622,9 +622,9 @@ class BlockIndex(OnDevice):
         counts, _ = plan.fetch()
         return plan.fill(counts.layout_heads, counts.sizes)[side, tile]
 
-    def _make_bounded_tiles(self, tile: int) -> dict[tuple[str, int], Tiles]:
+    def _make_bounded_tiles(self, tile: int, capacity: int) -> dict[tuple[str, int], Tiles]:
         plan = TilePlan.of(self.bits, self.columns, self.block, [tile], bounded=True)
-        return plan.fill(self.layout_heads, [self.capacity])
+        return plan.fill(self.layout_heads, [capacity])
 
 
 def _named_blocks(block_indices: torch.Tensor) -> torch.Tensor:

@@ -303,7 +303,7 @@ OPERANDS = [
     ("dropout_p has to be 0 or more and below 1", {"dropout_p": 1.0}),
     ("dropout_seed has size 1", {"dropout_seed": torch.zeros(1, dtype=torch.int64)}),
     ("dropout_seed has to be int64", {"dropout_seed": torch.zeros(2, dtype=torch.int32)}),
-    ("layout_heads is 2 for 4 heads", {"layout_heads": 2}),
+    ("layout_heads is 3 for 4 heads; it has to be a divisor", {"layout_heads": 3}),
     ("block has to be a power of two", {"block": 12}),
     ("tile has to be a power of two, at least 8 and at most 8 blocks, got 256", {"tile": 256}),
     ("lines has size 4 in dimension 0; it has to be 8", {"tile": 128}),
