@@ -159,8 +159,14 @@ struct Plan {
   }
 };
 
+inline void check_columns(int64_t columns) {
+  check(columns > 0, "columns has to be 1 or more, got " + std::to_string(columns) + ".");
+  check(columns <= int64_t{1} << kBlockBits, "the layout has more blocks on a side than an index holds.");
+}
+
 inline void check_layout(const Tensor& layout) {
   check_dim(layout, 3, "layout");
+  check_columns(layout.size(2));
   check(
       layout.scalar_type() == ScalarType::Bool || layout.scalar_type() == ScalarType::Byte,
       "layout has to be bool or uint8.");
@@ -172,7 +178,7 @@ inline void check_block_indices(const Tensor& block_indices, int64_t columns) {
       block_indices.scalar_type() == ScalarType::Int || block_indices.scalar_type() == ScalarType::Long,
       "block_indices has to be int32 or int64.");
   check_contiguous(block_indices, "block_indices");
-  check(columns > 0, "columns has to be 1 or more, got " + std::to_string(columns) + ".");
+  check_columns(columns);
 }
 
 inline void check_bits(const Tensor& bits) {

@@ -128,7 +128,7 @@ struct Tile {
   Tile(const TileSet& set, const Side& side, Words bits, const int32_t* order, int64_t number) : set(set) {
     for (int k = 0; k < set.height; ++k) {
       const int64_t line = order ? order[number * set.height + k] : number;
-      lines[k] = line < 0 ? nullptr : bits + line * side.words;
+      lines[k] = line < 0 || line >= side.lines ? nullptr : bits + line * side.words;
     }
   }
 
@@ -240,6 +240,7 @@ std::tuple<Tensor, Tensor> index_plan(
     for (int64_t row = 0; row < plan.rows; ++row) {
       for (int64_t w = 0; w < words; ++w) {
         const uint32_t word = m.row_bits[(head * plan.rows + row) * words + w];
+        check((word & ~bits_between(w, 0, columns)) == 0, "bits has to be 0 beyond the columns.");
         header.live += std::popcount(word);
         header.ahead |= (word & ~bits_between(w, 0, row + 1)) != 0;
         header.differs |= word != m.row_bits[row * words + w];
@@ -271,6 +272,36 @@ std::tuple<Tensor, Tensor> index_plan(
     header.all_entries += header.totals[set][kEntries];
   }
   return {memory, counts};
+}
+
+// Refuses a plan with numbers that lead outside of it, or of what is filled by it.
+void check_numbers(const Memory& m) {
+  const Header& header = *reinterpret_cast<const Header*>(m.counts);
+  bool fits = true;
+  for (int i = 0; i < m.plan.num_sets && fits; ++i) {
+    const TileSet& set = m.plan.sets[i];
+    const int64_t most_entries = product({set.tiles, m.plan.sides[set.side].others});
+    const int64_t most[] = {most_entries, set.most_work, set.most_cuts, set.most_work};
+    int64_t sums[kNumTotals] = {};
+    for (int64_t head = 0; head < m.plan.heads && fits; ++head) {
+      const int64_t *total = m.counts + m.plan.total(i, head), *before = m.counts + m.plan.before(i, head);
+      for (int n = 0; n < kNumTotals; ++n) {
+        fits &= total[n] >= 0 && total[n] <= most[n] && before[n] == sums[n];
+        sums[n] += fits ? total[n] : 0;
+        fits &= head > 0 || header.of_first[i][n] == sums[n];
+      }
+      const int32_t* work = m.memory + set.work + head * set.most_work * 4;
+      for (int64_t n = 0; n < total[kWork] && fits; ++n) fits = work[4 * n] >= 0 && work[4 * n] < set.tiles;
+      int64_t entries = 0;
+      for (int64_t t = head * set.tiles; t < (head + 1) * set.tiles; ++t) {
+        fits &= m.memory[set.firsts + t] == entries && m.memory[set.lengths + t] >= 0;
+        entries += m.memory[set.lengths + t];
+      }
+      fits &= entries == total[kEntries];
+    }
+    fits &= std::equal(sums, sums + kNumTotals, header.totals[i]);
+  }
+  check(fits, "plan and counts have to be those of index_plan, for the same arguments.");
 }
 
 // The work tiles and cuts of a head, the longest first, as numbers of all heads. Work tiles whose entries have no space
@@ -313,15 +344,16 @@ void fill_entries(const Memory& m, int set_number, int64_t head, const SetTensor
   for (int64_t t = 0; t < set.tiles; ++t) {
     const Tile tile = m.tile(set_number, head, t);
     const int64_t first = before + m.memory[set.firsts + head * set.tiles + t];
-    if (first + m.memory[set.lengths + head * set.tiles + t] > to.num_entries) continue;
-    uint32_t* next = reinterpret_cast<uint32_t*>(to.entries) + first;
+    const int64_t past = first + m.memory[set.lengths + head * set.tiles + t];
+    if (past > to.num_entries) continue;
+    uint32_t *next = reinterpret_cast<uint32_t*>(to.entries) + first, *last = next + (past - first);
     for (int64_t begin = 0; begin < side.others; begin += span) {
       const int64_t end = std::min<int64_t>(begin + span, side.others);
       for (int kind = 0; kind < kinds; ++kind) {
         for (int64_t w = begin / 32; 32 * w < end; ++w) {
           const Halves halves = tile.halves(w);
           uint32_t word = (kinds == 1 ? halves.any() : halves.kind(kind, side.of_rows)) & bits_between(w, begin, end);
-          for (; word != 0; word &= word - 1) *next++ = tile.entry(32 * w + std::countr_zero(word));
+          for (; word != 0 && next < last; word &= word - 1) *next++ = tile.entry(32 * w + std::countr_zero(word));
         }
       }
     }
@@ -339,6 +371,7 @@ std::vector<Tensor> index_fill(
   const Memory m{
       plan, words_in(bits), const_cast<int32_t*>(memory.const_data_ptr<int32_t>()),
       const_cast<int64_t*>(counts.const_data_ptr<int64_t>())};
+  check_numbers(m);
   const Header& header = *reinterpret_cast<const Header*>(m.counts);
   for (int i = 0; i < plan.num_sets; ++i) {
     const int64_t* total = layout_heads == plan.heads ? header.totals[i] : header.of_first[i];

@@ -23,7 +23,9 @@ import torch
 from public_operations import NATIVE, inputs, operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_sparse.index.kernels import OPERATORS
+from ds_sparse._ops import ops
+from ds_sparse.index import BlockIndex
+from ds_sparse.index.kernels import INDEX_OPERATORS, OPERATORS
 
 Call = tuple[Any, tuple[Any, ...]]
 
@@ -51,19 +53,22 @@ ADDRESSES = 2**36
 class Recorder(TorchDispatchMode):
     """Keeps the calls of ds_sparse's operators in C++, of which those in Python are made."""
 
-    def __init__(self) -> None:
+    def __init__(self, operators: tuple[str, ...] = OPERATORS) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.operators, self.calls = operators, list[Call]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "ds_sparse" and func._opname in OPERATORS:
+        if func.namespace == "ds_sparse" and func._opname in self.operators:
             self.calls.append((func, tuple(args)))
         return func(*args, **(kwargs or {}))
 
 
 def recorded() -> list[Call]:
     """Calls of every operator on the CPU, with small operands."""
-    recorder = Recorder()
+    recorder = Recorder(OPERATORS + INDEX_OPERATORS)
+    with recorder:
+        BlockIndex.build(torch.eye(40, dtype=torch.bool).expand(2, 40, 40), 16).causal()
+        ops.index_bits_of_blocks(torch.arange(24).view(2, 4, 3), 40, True)
     for name in NATIVE:
         operation = operations("cpu")[name]
         for dtype in (torch.float64, torch.float32):

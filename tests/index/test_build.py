@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tile_reference import tile_sets
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ds_sparse.ops  # noqa: F401  # results without values
 from ds_sparse._ops import ops
 from ds_sparse.index.build import NUMBERS
 from ds_sparse.index.kernels import INDEX_OPERATORS
@@ -206,12 +208,18 @@ REFUSED = {
     "index_bits": [
         ("layout has 2 dimensions", {"layout": torch.ones(4, 4, dtype=torch.bool)}),
         ("layout has to be bool or uint8", {"layout": torch.ones(1, 4, 4)}),
+        (
+            "more blocks on a side than an index holds",
+            {"layout": torch.ones(1, 4, 1).bool().expand(1, 4, 2**45)},
+        ),
+        ("columns has to be 1 or more, got 0", {"layout": torch.ones(1, 4, 0, dtype=torch.bool)}),
     ],
     "index_bits_of_blocks": [
         ("block_indices has 2 dimensions", {"block_indices": torch.ones(4, 4, dtype=torch.int32)}),
         ("block_indices has to be int32 or int64", {"block_indices": torch.ones(1, 4, 4)}),
         ("block_indices has to be contiguous", {"block_indices": torch.ones(1, 4, 3, dtype=torch.int32).mT}),
         ("columns has to be 1 or more, got 0", {"columns": 0}),
+        ("more blocks on a side than an index holds", {"columns": 2**24 + 1}),
     ],
     "index_causal_bits": [
         ("bits has 2 dimensions", {"bits": torch.ones(4, 4, dtype=torch.uint8)}),
@@ -260,6 +268,25 @@ def test_what_is_refused(device: str, operator: str, sentence: str, changed: dic
     spoiled = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
     with pytest.raises(RuntimeError, match=sentence):
         call(**(fitting | spoiled))
+
+
+def test_bits_beyond_the_columns_are_refused():
+    with pytest.raises(RuntimeError, match="bits has to be 0 beyond the columns"):
+        ops.index_plan(**(arguments()["index_plan"] | {"columns": 119}))
+
+
+@pytest.mark.parametrize("name", ["bits", "plan", "counts"])
+def test_a_plan_that_leads_outside_is_refused_or_of_no_use(name: str):
+    """The process lives on, whatever numbers there are; on a GPU nobody reads them before."""
+    given, random_number = arguments()["index_fill"], seeded()
+    for _ in range(2000):
+        spoiled = given[name].clone()
+        most = torch.iinfo(spoiled.dtype)
+        number = torch.tensor([-1, 0, 1, 7, 2**20, most.max, most.min]).clamp(most.min, most.max)
+        place = torch.randint(spoiled.numel(), (3,), generator=random_number)
+        spoiled.view(-1)[place] = number[torch.randint(7, (3,), generator=random_number)].to(spoiled.dtype)
+        with suppress(RuntimeError):
+            ops.index_fill(**(given | {name: spoiled}))
 
 
 @pytest.mark.parametrize("place", range(3))
