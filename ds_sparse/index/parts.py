@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..layout import on_cpu
+from ..layout import count_live, on_cpu
 from .block import BlockIndex
 from .cache import Cache, Refusal
 from .master_layout import MasterLayout
@@ -17,6 +17,9 @@ from .on_device import OnDevice
 
 MOST_PARTS = 64
 """Layouts whose parts are kept, and parts and lists of each, the last that were used."""
+
+NO_TOKEN = 1 << 30
+"""Above all tokens: the first of a block that is not there."""
 
 _UNBUILT, _UNLISTED, _UNREAD = (
     Refusal(what, "call once before.", "call once before the capture.")
@@ -29,22 +32,28 @@ _UNBUILT, _UNLISTED, _UNREAD = (
 
 
 @dataclass(frozen=True, eq=False)
-class RowLists(OnDevice):
-    """The live blocks of some neighbouring block rows, as lists of one length, on the CPU.
+class RowTable(OnDevice):
+    """The live blocks of all block rows, as lists of one length.
 
-    Letters: P places where the rows begin, K rows from each, L stored layout heads, N the longest list.
+    Letters: R block rows, L stored layout heads, N the longest list.
 
     Attributes:
-        columns: int64 (P, L, N), the block columns that one of the K rows sees, ascending; others behind a list's end.
-        live: bool (P, L, K, N), whether a row sees the column.
+        starts: int32 (R, L, N), the first token of each block, ascending, then `NO_TOKEN`.
+        places: int32 (b,), the tokens' places in a block.
+        lengths: the longest list of each row, on the host.
     """
 
-    columns: Tensor
-    live: Tensor
+    starts: Tensor
+    places: Tensor
+    lengths: list[int]
 
     @property
     def device(self) -> torch.device:
-        return self.columns.device
+        return self.starts.device
+
+    def tokens(self, starts: Tensor) -> Tensor:
+        """The tokens of blocks (..., N): (..., N * b)."""
+        return (starts.unsqueeze(-1) + self.places).flatten(-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +63,15 @@ class KeysSeen(OnDevice):
     Letters: P 1, or the sequences of the batch; L stored layout heads; T queries; M tokens of the longest list.
 
     Attributes:
-        token: int64 (P, L, M).
+        token: int64 (P, L, M); queries of several block rows have a list of each, one after another.
         seen: bool (P, L, T, M), whether a query sees the token.
-        all_read: whether each token is seen by a query.
+        position: int64 (P, T), of the queries.
+        all_read: whether it is known that each token is seen by a query.
     """
 
     token: Tensor
     seen: Tensor
+    position: Tensor
     all_read: bool
 
     @property
@@ -68,8 +79,45 @@ class KeysSeen(OnDevice):
         return self.token.device
 
 
+class KeyLists(NamedTuple):
+    """The key tokens that one query of each sequence sees, as operators over token pairs take lists.
+
+    Attributes:
+        offsets, columns: int32, of P * K lists, where each begins in `columns` and where the last one ends; P is 1, or
+            the sequences of the batch.
+        spare: whether each is followed by a list of nobody, of what is left of its place.
+    """
+
+    offsets: Tensor
+    columns: Tensor
+    spare: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _ListsOfRow(OnDevice):
+    """Lists of a block row for all places in a block where the tokens that count may end.
+
+    Attributes:
+        offsets: int32 (b, 2K + 1), as of `KeyLists`, by the place of the last token.
+        columns: int32 (K * M,).
+        before: tokens of the first head that lie before that block; is_own: whether it sees the block.
+    """
+
+    offsets: Tensor
+    columns: Tensor
+    before: int
+    is_own: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.columns.device
+
+
 class Parts:
     """The layout of a `BlockIndex` or a `MasterLayout`, on the CPU, and what has been made of its rows.
+
+    What is made of a position that is a tensor is made on its device, which nothing waits for, and is not kept: nothing
+    tells whether it has been changed.
 
     Attributes:
         layout: bool (L, R, C).
@@ -98,50 +146,116 @@ class Parts:
 
         return self._kept.get(("index", rows, columns, device, up_to_own), build, _UNBUILT, device)
 
-    def keys_seen(
-        self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool, device: torch.device
-    ) -> KeysSeen:
-        """Keys that `tokens` queries see, of so many, that begin at each of these positions. Made once for all layers
-        of a step."""
+    def keys_seen(self, offset: int | Tensor, tokens: int, keys: int, causal: bool, device: torch.device) -> KeysSeen:
+        """Keys that `tokens` queries see, of so many, that begin at a position, or each sequence's at its own, (1 or
+        B,) on the device. Of a number made once for all layers of a step."""
+
+        def build() -> KeysSeen:
+            return self._keys_seen(offset, tokens, keys, causal, self._table(causal, device))
+
+        if isinstance(offset, Tensor):
+            return build()
+        return self._kept.get(("seen", offset, tokens, keys, causal, device), build, _UNLISTED, device).ready()
+
+    def _keys_seen(self, offset: int | Tensor, tokens: int, keys: int, causal: bool, table: RowTable) -> KeysSeen:
+        starts, listed, device = table.starts, None, table.device
+        position = torch.arange(tokens, device=device)
+        if isinstance(offset, Tensor):
+            position = offset.long()[:, None] + position
+            rows = (tokens + self.block - 2) // self.block + 1
+        else:
+            position = (position + offset)[None]
+            of_rows = range(offset // self.block, (offset + tokens - 1) // self.block + 1)
+            rows, starts = len(of_rows), starts[..., : max(table.lengths[of_rows.start : of_rows.stop])]
+            if tokens == len(self.layout) == 1:
+                column, place = self._end(offset, keys, causal)
+                before, is_own = self._seen_before(of_rows.start, column)
+                listed = before + (place + 1 if is_own else 0)
+        row = position // self.block
+        # The last query's own row has to be there. None sees what is listed again to make lists of one length.
+        listed_rows = torch.minimum(row[:, :1] + torch.arange(rows, device=device), row[:, -1:])
+        starts = starts.index_select(0, listed_rows.flatten()).unflatten(0, listed_rows.shape)
+        token = table.tokens(starts.transpose(1, 2))  # (P, L, K, M)
+        last = position.clamp(max=keys - 1) if causal else torch.full_like(position, keys - 1)
+        seen = token.unsqueeze(2) <= last[:, None, :, None, None]
+        if rows > 1:
+            of_row = (row - row[:, :1]).unsqueeze(-1) == torch.arange(rows, device=device)
+            seen = seen & of_row[:, None, :, :, None]
+        token, seen = token.flatten(2)[..., :listed], seen.flatten(3)[..., :listed]
+        return KeysSeen(token.clamp(max=keys - 1).long(), seen, position, listed is not None)
+
+    def key_lists(self, offset: int | Tensor, keys: int, causal: bool, copies: int, device: torch.device) -> KeyLists:
+        """Lists of the keys that a query at a position sees, of so many, or one of each sequence at its own.
+
+        Args:
+            offset: as of `keys_seen`.
+            copies: K, lists a sequence: L, or a number of equal ones where that is 1.
+        """
+        if isinstance(offset, Tensor):
+            return self._lists_at(offset, keys, causal, copies, self._table(causal, device))
+        row, (column, place) = offset // self.block, self._end(offset, keys, causal)
+
+        def build() -> _ListsOfRow:
+            return self._lists_of_row(row, column, copies, self._table(causal, device))
+
+        lists = self._kept.get(("lists", row, column, causal, copies, device), build, _UNLISTED, device).ready()
+        if copies > 1:
+            return KeyLists(lists.offsets[place], lists.columns.clamp(max=keys - 1), spare=True)
+        count = lists.before + (place + 1 if lists.is_own else 0)
+        return KeyLists(lists.offsets[place, :2], lists.columns[:count], spare=False)
+
+    def _lists_at(self, offset: Tensor, keys: int, causal: bool, copies: int, table: RowTable) -> KeyLists:
+        token = table.tokens(table.starts.index_select(0, offset // self.block))  # (P, L, M)
+        if causal:
+            # Beyond the keys there is no position in a layout that has no more rows.
+            within = offset if keys >= len(table.lengths) * self.block else offset.clamp(max=keys - 1)
+            seen = token <= within[:, None, None]
+        else:
+            seen = token < keys
+        counts = seen.sum(-1, dtype=torch.int32).expand(-1, copies)
+        offsets = _begins(counts.numel(), token.shape[-1], table.device)
+        offsets[1::2] += counts.flatten()
+        return KeyLists(offsets, token.clamp_(max=keys - 1).expand(-1, copies, -1).flatten(), spare=True)
+
+    def _lists_of_row(self, row: int, column: int, copies: int, table: RowTable) -> _ListsOfRow:
+        token = table.tokens(table.starts[row, :, : table.lengths[row]])  # (L, M)
+        last = table.places + column * self.block
+        counts = (token <= last[:, None, None]).sum(-1, dtype=torch.int32)
+        offsets = _begins(copies, token.shape[-1], table.device).repeat(self.block, 1)
+        offsets[:, 1::2] += counts
+        return _ListsOfRow(offsets, token.expand(copies, -1).flatten(), *self._seen_before(row, column))
+
+    def _end(self, offset: int, keys: int, causal: bool) -> tuple[int, int]:
+        """Block column of the last token that a query may see, and the token's place in it."""
+        return divmod(min(offset, keys - 1) if causal else keys - 1, self.block)
+
+    def _seen_before(self, row: int, column: int) -> tuple[int, bool]:
+        """Tokens that a block row of the first head sees before a block column, and whether it sees that."""
+        live = self.layout[0, row]
+        return int(live[:column].sum()) * self.block, bool(live[column])
+
+    def _table(self, causal: bool, device: torch.device) -> RowTable:
+        """The lists of all rows, of causal queries without the blocks above the diagonal; made at first use."""
 
         @on_cpu()
-        def build() -> KeysSeen:
-            return self._keys_seen(offsets, tokens, keys, causal).to(device)
+        def build() -> RowTable:
+            live = self.layout.tril() if causal else self.layout
+            lengths = count_live(live)
+            head, row, column = live.nonzero(as_tuple=True)
+            ends, counts = lengths.flatten().cumsum(0), lengths.flatten()
+            number = torch.arange(len(head)) - (ends - counts).repeat_interleave(counts)
+            longest = lengths.amax(0).clamp(min=1).tolist()
+            starts = torch.full((*live.transpose(0, 1).shape[:2], max(longest)), NO_TOKEN, dtype=torch.int32)
+            starts[row, head, number] = (column * self.block).int()
+            return RowTable(starts, torch.arange(self.block, dtype=torch.int32), longest).to(device)
 
-        return self._kept.get(("seen", offsets, tokens, keys, causal, device), build, _UNLISTED, device).ready()
+        return self._kept.get(("table", causal, device), build, _UNLISTED, device).ready()
 
-    def _keys_seen(self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool) -> KeysSeen:
-        first = tuple(offset // self.block for offset in offsets)
-        rows = max((offset + tokens - 1) // self.block - row for offset, row in zip(offsets, first)) + 1
-        columns = -(-keys // self.block)
-        lists = self._lists_of(first, rows, min(columns, max(first) + rows) if causal else columns)
-        token = (lists.columns.unsqueeze(-1) * self.block + torch.arange(self.block)).flatten(-2)
-        at = torch.tensor(offsets)[:, None] + torch.arange(tokens)
-        row = at // self.block - torch.tensor(first)[:, None]
-        seen = lists.live[torch.arange(len(first))[:, None], :, row].transpose(1, 2)
-        seen = seen.repeat_interleave(self.block, dim=-1) & (token < keys).unsqueeze(2)
-        if causal:
-            seen = seen & (token.unsqueeze(2) <= at[:, None, :, None])
-        is_read = seen.any(2)
-        if len(is_read) == is_read.shape[1] == 1 and is_read.any():
-            token, seen, is_read = token[..., is_read[0, 0]], seen[..., is_read[0, 0]], is_read[..., is_read[0, 0]]
-        return KeysSeen(token.clamp(max=keys - 1), seen, bool(is_read.all()))
 
-    def _lists_of(self, first_rows: tuple[int, ...], rows: int, columns: int) -> RowLists:
-        """The lists of `rows` block rows from each of some rows, of the first `columns` block columns. What is below
-        the last row is no row."""
-
-        def build() -> RowLists:
-            row = torch.tensor(first_rows)[:, None] + torch.arange(rows)
-            there = row < self.layout.shape[1]
-            of_rows = self.layout[:, row.clamp(max=self.layout.shape[1] - 1), :columns].transpose(0, 1)
-            of_rows = of_rows & there[:, None, :, None]
-            seen = of_rows.any(2)
-            longest = max(1, int(seen.sum(-1).max()))
-            order = seen.byte().argsort(dim=-1, descending=True, stable=True)[..., :longest]
-            return RowLists(order, of_rows.gather(-1, order.unsqueeze(2).expand(-1, -1, rows, -1)))
-
-        return self._kept.get(("lists", first_rows, rows, columns), build)
+def _begins(lists: int, longest: int, device: torch.device) -> Tensor:
+    """Where lists begin that have places of one length, and the spare ones behind them if they are empty."""
+    begins = torch.arange(0, lists * longest + 1, longest, dtype=torch.int32, device=device)
+    return begins[:, None].expand(-1, 2).flatten()[:-1]
 
 
 def parts_of(layout: BlockIndex | MasterLayout) -> Parts:

@@ -184,21 +184,19 @@ def block_sparse_attention(
     if row is not None:
         return packed_attention(call, row, layout, document_layout, block, return_lse)
     query, key = call.query, call.key
-    last = query.shape[2] - 1
     if query_offset is None:
         index = index_for(layout, block, query, key, causal)
         check_heads(index, query, key)
         if distance_bias is not None:
-            check_distance_bias(distance_bias, query, key.shape[2], last, rpe)
+            check_distance_bias(distance_bias, query, key.shape[2], query.shape[2] - 1, rpe)
             if distance_bias.requires_grad and isinstance(index, BlockIndex):
                 index.for_all_sequences("Gradients of distance_bias are")
         output, lse = attend(call, index)
     else:
-        offsets, parts = parts_at(query_offset, layout, block, query, key.shape[2])
+        offset, parts = parts_at(query_offset, layout, block, call)
         _check_block(parts.block)
         check_heads(parts, query, key)
-        check_distance_bias(distance_bias, query, key.shape[2], max(offsets) + last, rpe)
-        output, lse = attention_at(call, offsets, parts, layout.device if query.is_meta else query.device)
+        output, lse = attention_at(call, offset, parts, layout.device if query.is_meta else query.device)
     return (output, lse) if return_lse else output
 
 

@@ -1,22 +1,27 @@
 """Attention of queries that begin at a later position than the keys, as while a text is generated.
 
-Few of them gather the keys and values of their block rows, in plain PyTorch. Many are padded in front to a whole block;
-where they are causal, what lies before their first block row is one call of the kernels and what begins there, where
-causality cuts, is another, unless a float is added to scores.
+A new token, one query of each sequence, walks the list of its keys, as attention over token pairs does, and copies
+nothing. With a gradient, a mask, a bias or dropout it gathers the keys and values of its block row, in plain PyTorch,
+and so do a few queries. Neither waits for the device. Many queries are padded in front to a whole block; where they are
+causal, what lies before their first block row is one call of the kernels and what begins there, where causality cuts,
+is another, unless a float is added to scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn.functional import dropout, embedding, pad
 
+from .._ops import ops
 from ..index import BlockIndex
 from ..index.cache import refuse_traced
 from ..index.lookup import index_of_layout
@@ -27,7 +32,8 @@ from ..layout import with_heads
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, results_of_nothing
 from .call import AttentionCall
-from .operands import as_added, key_bias_of, matrices, raised, wide_dtype
+from .operands import as_added, check_distance_bias, key_bias_of, matrices, raised, wide_dtype
+from .sinks import with_sinks
 
 FEW_QUERIES = 16
 """Query tokens up to which the keys of their block rows are gathered."""
@@ -35,17 +41,21 @@ FEW_QUERIES = 16
 Offset = int | Tensor
 
 
-def parts_at(offset: Offset, layout: Any, block: int | None, query: Tensor, keys: int) -> tuple[tuple[int, ...], Parts]:
-    """The position of each sequence's first query, once where they are equal, and the layout, after a check that it
-    covers them and the keys.
+def parts_at(offset: Offset, layout: Any, block: int | None, call: AttentionCall) -> tuple[Offset, Parts]:
+    """The position of the first query, or of each sequence's where they are not known to be equal, (1 or B,) on query's
+    device, and the layout, after a check that it covers them and the keys. Positions on a GPU are read, and waited for,
+    of many queries and of a bias by distance alone; else one outside of the layout is an assertion there.
 
     Raises:
         TypeError: an offset that is no integer and no tensor of such.
-        ValueError: an offset below 0, or not one a sequence; a layout that is too small, or a tensor without its block.
+        ValueError: an offset below 0, or not one a sequence; a layout that is too small, or a tensor without its block;
+            a distance_bias that does not fit.
         RuntimeError: under torch.compile.
     """
     refuse_traced("query_offset cannot be read", "call outside of what is compiled.")
-    offsets = _offsets(offset, len(query))
+    query, keys, tokens = call.query, call.key.shape[2], call.query.shape[2]
+    reads = tokens > FEW_QUERIES or call.distance_bias is not None
+    offset, furthest = _position(offset, len(query), reads)
     if not isinstance(layout, BlockIndex | MasterLayout):
         with_heads(layout)
         if block is None:
@@ -55,53 +65,60 @@ def parts_at(offset: Offset, layout: Any, block: int | None, query: Tensor, keys
         layout = index_of_layout(layout, block, layout.device)
     elif block is not None and block != layout.block:
         raise ValueError(f"block is {block}, and the index was built for blocks of {layout.block}; leave it out.")
-    parts, tokens = parts_of(layout), query.shape[2]
+    parts = parts_of(layout)
     rows, columns = (blocks * parts.block for blocks in parts.layout.shape[1:])
-    if max(offsets) + tokens > rows or keys > columns:
+    if furthest + tokens > rows or keys > columns:
         raise ValueError(
             f"The layout covers {rows} query and {columns} key tokens, the last query is at "
-            f"{max(offsets) + tokens - 1} and there are {keys} keys; build it for a longer sequence."
+            f"{furthest + tokens - 1} and there are {keys} keys; build it for a longer sequence."
         )
-    return offsets, parts
+    check_distance_bias(call.distance_bias, query, keys, furthest + tokens - 1, call.rpe)
+    is_read = isinstance(offset, int) or tokens > FEW_QUERIES
+    return offset if is_read else offset.to(query.device, non_blocking=True), parts
 
 
-def _offsets(offset: Offset, batch: int) -> tuple[int, ...]:
+def _position(offset: Offset, batch: int, reads: bool) -> tuple[Offset, int]:
+    """The offset, a number where it is one for all sequences, and the largest; 0 where it is not read."""
     if isinstance(offset, Tensor) and offset.dtype in (torch.int32, torch.int64):
         refuse_without_values("query_offset", offset)
         if offset.dim() and offset.shape != (batch,):
             raise ValueError(
                 f"query_offset has shape {tuple(offset.shape)}; it has to be an integer, or ({batch},), one a sequence."
             )
-        offsets = tuple(offset.reshape(-1).tolist()) or (0,)
+        offset = offset.reshape(-1)
+        if not (reads or offset.is_cpu):
+            return offset, 0
+        offsets = offset.tolist() or [0]
     elif isinstance(offset, Integral) and not isinstance(offset, bool):
-        offsets = (int(offset),)
+        offsets = [int(offset)]
     else:
         what = f"a tensor of {offset.dtype}" if isinstance(offset, Tensor) else repr(offset)
         raise TypeError(f"query_offset is {what}; it has to be an integer, or int32 or int64 numbers, one a sequence.")
     if min(offsets) < 0:
         raise ValueError(f"query_offset is {min(offsets)}; it is the position of the first query, 0 or more.")
-    return offsets if len(set(offsets)) > 1 else offsets[:1]
+    return offset if len(set(offsets)) > 1 else offsets[0], max(offsets)
 
 
-def attention_at(
-    call: AttentionCall, offsets: tuple[int, ...], parts: Parts, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Output and lse of queries at these positions.
+def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Output and lse of queries at a position.
 
     Args:
         call: checked.
-        offsets, parts: from `parts_at`.
+        offset, parts: from `parts_at`.
         device: where the index is to be.
     """
     if call.query.numel() == 0:
         return results_of_nothing(call)
+    if call.query.shape[2] == 1 and (cached := _caches_in_place(call)) is not None:
+        return _on_lists(call, *cached, offset, parts)
     call = call.with_wide_gradients()
     if call.query.shape[2] <= FEW_QUERIES:
         with _in_own_dtype(call.query):
-            return _gathered(call.differentiable_once("block_sparse_attention"), offsets, parts, device)
-    if len(offsets) == 1:
-        return _in_blocks(call, offsets[0], parts, device)
-    results = [_in_blocks(call.of_sequences(slice(i, i + 1)), at, parts, device) for i, at in enumerate(offsets)]
+            return _gathered(call.differentiable_once("block_sparse_attention"), offset, parts, device)
+    if not isinstance(offset, Tensor):
+        return _in_blocks(call, offset, parts, device)
+    offsets = enumerate(offset.tolist())
+    results = [_in_blocks(call.of_sequences(slice(i, i + 1)), at, parts, device) for i, at in offsets]
     output, lse = zip(*results, strict=True)
     return torch.cat(output), torch.cat(lse)
 
@@ -210,12 +227,65 @@ def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
     return output, torch.logaddexp(a, b).masked_fill(nothing, float("-inf"))
 
 
-def _gathered(
-    call: AttentionCall, offsets: tuple[int, ...], parts: Parts, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _caches_in_place(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+    """Keys and values as the kernels of lists read them in place; None where these would copy all of them, or compute
+    something else than the call."""
+    given = call.query, call.key, call.value, call.sinks
+    if call.dropout_p or call.query.is_meta or any(x is not None for x in call.biases):
+        return None
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        return None
+    key, value = _in_place(call.key), _in_place(call.value)
+    return None if key is None or value is None else (key, value)
+
+
+def _in_place(x: Tensor) -> Tensor | None:
+    """A cache (B, H, S, D) of which rows are read in place, on the CPU the larger one of which it is the front."""
+    if isinstance(x, FakeTensor):
+        return None
+    heads, tokens, depth = x.shape[1:]
+    of_batch, of_head, of_token, of_number = x.stride()
+    line = (64 if x.is_cpu else 16) // x.element_size()
+    if of_number != 1 or depth % line or x.data_ptr() % (line * x.element_size()):
+        return None
+    if not x.is_cpu:
+        return x if of_batch % line == of_head % line == of_token % line == 0 else None
+    if x.element_size() < 4:
+        return None  # halves are copied to fp32
+    if x.is_contiguous():
+        return x
+    shape = len(x), heads, of_head // depth, depth
+    is_front = of_token == depth and of_head % depth == 0 and of_batch == heads * of_head and of_head >= tokens * depth
+    if not is_front or x.storage_offset() + prod(shape) > x.untyped_storage().nbytes() // x.element_size():
+        return None
+    return x.as_strided(shape, (of_batch, of_head, depth, 1))
+
+
+def _on_lists(call: AttentionCall, key: Tensor, value: Tensor, offset: Offset, parts: Parts) -> tuple[Tensor, Tensor]:
+    """One query of each sequence, by the kernels over token pairs, which know of no masks and biases. Heads that share
+    a key are tokens there."""
+    (batch, heads, _, depth), key_heads, layout_heads = call.query.shape, key.shape[1], len(parts.layout)
+    copies = heads // key_heads if layout_heads == 1 else heads
+    lists = parts.key_lists(offset, call.key.shape[2], call.causal, copies, call.device)
+    query = call.query.reshape(batch, key_heads, -1, depth)
+    if lists.spare:
+        query = query.unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten(2, 3)
+    of_sequences = len(offset) if isinstance(offset, Tensor) else 1
+    results = ops.token_attention_forward(
+        query, key, value, lists.offsets, lists.columns, of_sequences, 1 if layout_heads == 1 else key_heads, call.scale
+    )
+    if lists.spare:
+        results = [x[:, :, ::2].contiguous() for x in results]
+    output, lse, rows = (x.view(batch, heads, 1, *x.shape[3:]) for x in results)
+    return (output, lse) if call.sinks is None else with_sinks(output, rows, call.sinks)[:2]
+
+
+def _gathered(call: AttentionCall, offset: Offset, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:
     """In plain PyTorch, on the keys and values that a block row of the queries sees."""
     query, keys, wide = call.query, call.key.shape[2], wide_dtype(call.query.dtype)
-    listed = parts.keys_seen(offsets, query.shape[2], keys, call.causal, device)
+    listed = parts.keys_seen(offset, query.shape[2], keys, call.causal, device)
     token, seen = listed.token.to(query.device), listed.seen.to(query.device)  # which meta tensors are not on
     scores_bias = torch.zeros((), dtype=wide, device=query.device)
     if call.key_padding_mask is not None:
@@ -230,7 +300,7 @@ def _gathered(
             of_pairs = of_pairs.expand(*shape, -1).gather(-1, token.unsqueeze(2).expand(*shape, -1))
             seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
     if call.distance_bias is not None:
-        of_pairs = _by_distance(call.distance_bias, offsets, query.shape[2], token, wide)
+        of_pairs = _by_distance(call.distance_bias, listed.position.to(query.device), token, wide)
         seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
     # Gradients of heads that share a key are added up before they are rounded.
     key, value = (
@@ -321,16 +391,16 @@ def _of_tokens(x: Tensor, token: Tensor, heads: int) -> Tensor:
     (B, H, M, D)."""
     batch, key_heads = x.shape[:2]
     if len(token) == token.shape[1] == 1:
-        return x.index_select(2, token[0, 0])
+        # The gradient of index_select adds up what is listed more than once in any order.
+        return x[:, :, token[0, 0]] if x.requires_grad else x.index_select(2, token[0, 0])
     head = torch.arange(key_heads, device=x.device)
     head = head if token.shape[1] == 1 else head.repeat_interleave(heads // key_heads)
     return x[torch.arange(batch, device=x.device)[:, None, None], head[:, None], token]
 
 
-def _by_distance(bias: Tensor, offsets: tuple[int, ...], queries: int, token: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers that a bias by distance (H or 1, 2M - 1) adds for queries at offsets and their keys, tokens (P, L, M):
-    (P, H or L, T, M). The gradient of an embedding is summed in the same order each time."""
-    position = torch.tensor(offsets, device=token.device)[:, None] + torch.arange(queries, device=token.device)
+def _by_distance(bias: Tensor, position: Tensor, token: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that a bias by distance (H or 1, 2M - 1) adds for queries at positions (P, T) and their keys, tokens (P,
+    L, M): (P, H or L, T, M). The gradient of an embedding is summed in the same order each time."""
     number = token[:, :, None] - position[:, None, :, None] + bias.shape[1] // 2
     of_heads = embedding(number.clamp(0, bias.shape[1] - 1), as_added(bias, dtype).T)  # (P, L, T, M, H or 1)
     if token.shape[1] == 1:

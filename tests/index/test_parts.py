@@ -26,25 +26,65 @@ def test_a_layout_has_one_set_of_parts_as_long_as_it_lives():
     assert torch.equal(parts_of(master).layout, LIVE[:, :5])
 
 
+def seen_by(live: torch.Tensor, offset: int, keys: int, causal: bool, tokens: int = 1) -> torch.Tensor:
+    """(L, T, S)."""
+    mask = live.repeat_interleave(8, 1).repeat_interleave(8, 2)[:, :, :keys]
+    return (mask.tril() if causal else mask)[:, offset : offset + tokens]
+
+
+def position(offsets: tuple[int, ...]) -> int | torch.Tensor:
+    return offsets[0] if len(offsets) == 1 else torch.tensor(offsets, dtype=torch.int32)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("offsets", [(0,), (13,), (30, 5), (44, 0)])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_keys_are_listed_that_a_query_sees_and_no_others_are_seen(heads: int, offsets: tuple[int, ...], causal: bool):
-    live, tokens, keys = LIVE[:heads], 4, 37
-    seen = parts_of(BlockIndex.build(live, 8)).keys_seen(offsets, tokens, keys, causal, CPU)
-    mask = live.repeat_interleave(8, 1).repeat_interleave(8, 2)[:, :, :keys]
-    mask = mask.tril() if causal else mask
+@pytest.mark.parametrize("tokens", [1, 4, 11])
+def test_keys_are_listed_that_a_query_sees_and_no_others_are_seen(
+    tokens: int, heads: int, offsets: tuple[int, ...], causal: bool
+):
+    live, tokens, keys = LIVE[:heads], min(tokens, 48 - max(offsets)), 37
+    seen = parts_of(BlockIndex.build(live, 8)).keys_seen(position(offsets), tokens, keys, causal, CPU)
     for place, offset in enumerate(offsets):
+        mask = seen_by(live, offset, keys, causal, tokens)
+        assert seen.position[place].tolist() == list(range(offset, offset + tokens))
         for head in range(heads):
             for query in range(tokens):
                 found = seen.token[place, head][seen.seen[place, head, query]]
-                assert torch.equal(found.sort().values, mask[head, offset + query].nonzero()[:, 0])
-    if heads == len(offsets) == 1:
-        assert seen.all_read and seen.token.numel() == mask[0, offsets[0] : offsets[0] + tokens].any(0).sum()
+                assert torch.equal(found.sort().values, mask[head, query].nonzero()[:, 0])
+    assert seen.all_read == (heads == len(offsets) == tokens == 1)
+    assert not seen.all_read or seen.seen.all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("offsets", [(at,) for at in range(0, 48, 3)] + [(30, 5), (44, 0), (3, 47)])
+@pytest.mark.parametrize(("heads", "copies"), [(1, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("keys", [1, 21, 40])
+def test_lists_of_a_query_have_the_keys_that_it_sees(
+    keys: int, heads: int, copies: int, offsets: tuple[int, ...], causal: bool
+):
+    live = LIVE[:heads]
+    lists = parts_of(BlockIndex.build(live, 8)).key_lists(position(offsets), keys, causal, copies, CPU)
+    assert lists.columns.dtype == lists.offsets.dtype == torch.int32 and (lists.columns < keys).all()
+    assert lists.offsets[-1] == len(lists.columns)
+    found = iter([x.tolist() for x in lists.columns.tensor_split(lists.offsets[1:-1].tolist())][:: 1 + lists.spare])
+    for offset in offsets:
+        mask = seen_by(live, offset, keys, causal)[:, 0]
+        for copy in range(copies):
+            assert next(found) == mask[min(copy, heads - 1)].nonzero()[:, 0].tolist()
 
 
 def test_what_is_kept_of_a_long_text_is_bounded():
     parts = parts_of(BlockIndex.build(torch.ones(64, 64, dtype=torch.bool), 8))
     for offset in range(500):
-        parts.keys_seen((offset,), 1, offset + 1, True, CPU)
+        parts.keys_seen(offset, 1, offset + 1, True, CPU)
+        parts.key_lists(offset, offset + 1, True, 1, CPU)
     assert len(parts._kept) == MOST_PARTS
+
+
+def test_the_lists_of_all_rows_are_made_once():
+    parts = parts_of(BlockIndex.build(torch.ones(128, 128, dtype=torch.bool), 8))
+    table = parts._table(True, CPU)
+    for offset in range(0, 1024, 4):
+        parts.key_lists(offset, 1024, True, 1, CPU)
+    assert parts._table(True, CPU) is table

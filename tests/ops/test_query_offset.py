@@ -40,6 +40,125 @@ def test_blocks_and_numbers_of_queries(device: str, block: int, tokens: int):
         hold(case, device)
 
 
+@pytest.mark.parametrize("offset", [0, 17, 63, [17, 95, 17], [40, 3, 64], [50, 50, 50]], ids=str)
+@pytest.mark.parametrize(("key_heads", "layout_heads"), [(4, 1), (4, 4), (2, 1), (2, 4), (1, 1), (1, 4)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_new_token_without_gradients(
+    device: str, causal: bool, key_heads: int, layout_heads: int, offset: int | list[int]
+):
+    live = torch.rand(layout_heads, 6, 6, generator=seeded(key_heads)) < 0.5
+    live[0, 1] = False
+    shapes = {"query": (3, 4, 1, 32), "key": (3, key_heads, 90, 32), "value": (3, key_heads, 90, 32)}
+    tensors = {name: random(seeded(i), *shape, dtype=torch.float32) for i, (name, shape) in enumerate(shapes.items())}
+    at = offset if isinstance(offset, int) else torch.tensor(offset)
+    for more in ({}, {"sinks": random(seeded(5), 4, dtype=torch.float32)}):
+        hold(attention_case(tensors | more, live, 16, device, causal=causal, offset=at, wanted=()), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("depth", [8, 20, 32, 64, 128])
+def test_a_new_token_of_any_dtype_and_head_size(device: str, depth: int, dtype: torch.dtype):
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("fp64 is for the CPU")
+    tensors = operands(1, 80, batch=2, head_dim=depth, dtype=dtype)
+    live = torch.rand(2, 6, 6, generator=seeded(1)) < 0.5
+    for offset in (79, torch.tensor([79, 41])):
+        hold(attention_case(tensors, live, 16, device, causal=True, offset=offset, wanted=()), device)
+
+
+def given_in(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a cache that has room for more, NaN, or with heads inside of tokens."""
+    batch, heads, tokens, depth = x.shape
+    if kind == "heads inside":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    room = x.new_full((batch, heads, tokens + 24, depth), math.nan)
+    part = {"front": slice(0, tokens), "behind": slice(8, 8 + tokens), "end": slice(24, 24 + tokens)}[kind]
+    room[:, :, part] = x
+    return room[:, :, part]
+
+
+@pytest.mark.parametrize("kind", ["front", "behind", "end", "heads inside"])
+@pytest.mark.parametrize(("batch", "key_heads"), [(1, 1), (1, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize("layout_heads", [1, 2])
+def test_a_cache_may_be_a_part_of_a_larger_one(device: str, layout_heads: int, batch: int, key_heads: int, kind: str):
+    layout = torch.rand(layout_heads, 8, 8, generator=seeded(2)) < 0.6
+    query, key, value = (
+        random(seeded(i), batch, h, n, 32) for i, (h, n) in enumerate([(2, 1)] + [(key_heads, 70)] * 2)
+    )
+    query, key, value = (x.to(device, torch.float32) for x in (query, key, value))
+    options = {"block": 16, "query_offset": 69, "causal": True, "return_lse": True}
+    expected = block_sparse_attention(query, key, value, layout, **options)
+    found = block_sparse_attention(query, given_in(kind, key), given_in(kind, value), layout, **options)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_new_token_gathers_nothing(monkeypatch):
+    monkeypatch.delattr(query_offset, "_gathered")
+    layout = BlockIndex.build(torch.ones(8, 8), 16)
+    query, cache = random(seeded(), 2, 4, 1, 16).float(), random(seeded(1), 2, 2, 128, 16).float()
+    for key, at in ((cache, 127), (cache[:, :, :81], 80), (cache, torch.tensor([3, 90]))):
+        block_sparse_attention(query, key, key, layout, query_offset=at, causal=True)
+    with torch.no_grad():
+        block_sparse_attention(query.requires_grad_(), key, key, layout, query_offset=at, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["BlockIndex", "MasterLayout", "tensor"])
+def test_nothing_waits_for_the_device_while_decoding(device: str, kind: str, biased: bool, tokens: int):
+    if device != "cuda":
+        pytest.skip("the CPU waits for nothing")
+    live = (torch.rand(4, 64, 64, generator=seeded()) < 0.2).to(device)
+    layout = {"tensor": live, "BlockIndex": BlockIndex.build(live, 16), "MasterLayout": MasterLayout(live.cpu(), 16)}
+    query, cache = torch.randn(2, 4, tokens, 64, device=device), torch.randn(2, 2, 1024, 64, device=device)
+    more = {"attn_mask": torch.ones(tokens, 1024, dtype=torch.bool, device=device)} if biased else {}
+    at = torch.tensor([700, 900], device=device)
+
+    def step(i: int) -> None:
+        for where in (700 + i, at):
+            block_sparse_attention(
+                query, cache, cache, layout[kind], block=16, query_offset=where, causal=True, return_lse=True, **more
+            )
+        at.add_(1)
+
+    step(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in range(1, 40):
+            step(i)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_cuda_graph_decodes_at_positions_that_change(device: str, biased: bool):
+    if device != "cuda":
+        pytest.skip("a CUDA graph is of a GPU")
+    layout = BlockIndex.build((torch.rand(4, 64, 64, generator=seeded()) < 0.3).to(device), 16)
+    query, cache = torch.randn(2, 4, 1, 64, device=device), torch.randn(2, 4, 1024, 64, device=device)
+    at, more = torch.tensor([700, 900], device=device), {}
+    if biased:
+        more["key_padding_mask"] = torch.rand(2, 1024, device=device) < 0.8
+
+    def step() -> torch.Tensor:
+        return block_sparse_attention(query, cache, cache, layout, query_offset=at, causal=True, **more)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+    for _ in range(3):
+        at.add_(37)
+        graph.replay()
+        torch.testing.assert_close(output, step())
+
+
 def test_many_causal_queries_with_floats_of_keys_and_of_distances(device: str):
     live = torch.rand(2, 8, 8, generator=seeded(3)) < 0.6
     for mask, more in (((1, 96), {}), ((2, 2, 40, 96), {}), ((1, 96), {"distance_bias": random(seeded(4), 2, 255)})):
@@ -240,13 +359,17 @@ def test_a_changed_layout_is_seen(device: str):
     assert not torch.equal(before, after)
 
 
-def test_what_is_listed_is_kept_for_the_layers_of_a_step_and_for_the_tokens_of_a_row(device: str):
+@pytest.mark.parametrize(("padding", "kept"), [(False, ["lists"]), (True, ["seen", "seen", "seen"])])
+def test_what_is_listed_is_kept_for_the_layers_of_a_step_and_for_the_tokens_of_a_row(
+    device: str, padding: bool, kept: list[str]
+):
     index = BlockIndex.build(torch.ones(4, 4, dtype=torch.bool), 8).to(device)
-    query, key, value = (torch.randn(1, 1, n, 8, device=device) for n in (1, 32, 32))
+    query, key, value = (torch.randn(1, 1, n, 16, device=device) for n in (1, 32, 32))
     for offset in (24, 25, 25, 31):
         keys = (x[:, :, : offset + 1] for x in (key, value))
-        block_sparse_attention(query, *keys, index, query_offset=offset, causal=True)
-    assert sorted(key[0] for key, _ in parts_of(index)._kept.items()) == ["lists", "seen", "seen", "seen"]
+        mask = torch.ones(1, offset + 1, dtype=torch.bool, device=device) if padding else None
+        block_sparse_attention(query, *keys, index, query_offset=offset, causal=True, key_padding_mask=mask)
+    assert sorted(key[0] for key, _ in parts_of(index)._kept.items()) == [*kept, "table"]
 
 
 def test_keys_before_a_window_are_not_read(device: str):
