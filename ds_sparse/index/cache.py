@@ -49,10 +49,10 @@ class _Entry(Generic[Kept]):
     owners: Sequence[WeakIdRef] = ()
     contents: Sequence[Contents | None] = ()
 
-    def is_of(self, owners: Sequence[object]) -> bool:
-        """Tells if the value was made of these, and none has been changed since."""
+    def is_of(self, owners: Sequence[object], rows: range | None) -> bool:
+        """Tells if the value was made of these, and none has been changed since, or these rows of it have not."""
         for ref, held, x in zip(self.owners, self.contents, owners, strict=True):
-            if ref() is not x or not (held is None or held.are_of(x)):
+            if ref() is not x or not (held is None or held.are_of(x, rows)):
                 return False
         return True
 
@@ -113,6 +113,7 @@ class Cache(Generic[Kept]):
         refusal: Refusal | None = None,
         device: torch.device = CPU,
         owners: Sequence[object] | None = None,
+        rows: range | None = None,
     ) -> Kept:
         """The value of a key, built when it is first asked for, outside transforms, which it outlives.
 
@@ -121,6 +122,7 @@ class Cache(Generic[Kept]):
             owners: objects that it is made of, tensors among them. It is kept as long as all live and no tensor is
                 changed, as far as `Contents` can tell, which a trace cannot; not at all where there are none. None: it
                 is made of the key alone.
+            rows: of each owner's last dimension but one, all of the value that is asked for: only these are compared.
         """
         if torch.compiler.is_compiling():
             # A trace changes no cache.
@@ -134,7 +136,7 @@ class Cache(Generic[Kept]):
             key = (key, *map(id, given))
         with _lock:
             entry = self._entries.get(key)
-            if entry is None or (given and not entry.is_of(given)):
+            if entry is None or (given and not entry.is_of(given, rows)):
                 if refusal is not None:
                     refusal.check(device)
                 nothing_tells = owners is not None and not given
@@ -210,10 +212,18 @@ class Contents:
         elif COMPARED_ON_GPU and not x.is_cpu:
             self.copy = x.detach().clone()
 
-    def are_of(self, x: Tensor) -> bool:
-        """Tells if x holds the same. While a CUDA graph is captured, no values of a GPU are looked at."""
+    def are_of(self, x: Tensor, rows: range | None = None) -> bool:
+        """Tells if x holds the same, on the CPU in these rows if they are given. While a CUDA graph is captured, no
+        values of a GPU are looked at."""
         if self._form != _form(x):
             return False
+        if self._bytes is not None and rows is not None and x.is_contiguous():
+            width, height = x.shape[-1] * x.itemsize, x.shape[-2]
+            begins = range(min(rows.start, height) * width, x.nbytes, height * width)
+            size = len(range(height)[rows.start : rows.stop]) * width
+            part: Any = c_char * size
+            first = x.data_ptr()
+            return all(self._bytes[at : at + size] == part.from_address(first + at) for at in begins)
         if self._bytes is not None:
             return self._bytes == _memory(x)
         if self._version != x._version:

@@ -51,12 +51,12 @@ _ROW = Refusal(
 )
 
 
-def index_of_layout(layout: Tensor, block: int, device: torch.device) -> BlockIndex:
-    """Index of a layout on the device, built at first use and after a change. Raises ValueError for another layout for
-    each sample of torch.vmap."""
+def index_of_layout(layout: Tensor, block: int, device: torch.device, rows: range | None = None) -> BlockIndex:
+    """Index of a layout on the device, built at first use and after a change, or one of these block rows where no
+    others are asked for. Raises ValueError for another layout for each sample of torch.vmap."""
     layout = unwrap_functorch("The layout", layout)
     on = layout.device if device.type == "meta" else device
-    return _of_layouts.get((block, on), lambda: BlockIndex.build(layout.to(on), block), _LAYOUT, on, [layout])
+    return _of_layouts.get((block, on), lambda: BlockIndex.build(layout.to(on), block), _LAYOUT, on, [layout], rows)
 
 
 def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:

@@ -83,13 +83,14 @@ class KeyLists(NamedTuple):
     """The key tokens that one query of each sequence sees, as operators over token pairs take lists.
 
     Attributes:
-        offsets, columns: int32, of P * K lists, where each begins in `columns` and where the last one ends; P is 1, or
-            the sequences of the batch.
+        offsets, columns: int32, where each list begins in `columns`, and where the last one ends.
+        sequences: those that have lists of their own, or 1.
         spare: whether each is followed by a list of nobody, of what is left of its place.
     """
 
     offsets: Tensor
     columns: Tensor
+    sequences: int
     spare: bool
 
 
@@ -98,8 +99,8 @@ class _ListsOfRow(OnDevice):
     """Lists of a block row for all places in a block where the tokens that count may end.
 
     Attributes:
-        offsets: int32 (b, 2K + 1), as of `KeyLists`, by the place of the last token.
-        columns: int32 (K * M,).
+        offsets: int32 (b, lists + 1), as of `KeyLists`, by the place of the last token.
+        columns: int32 (L * M,).
         before: tokens of the first head that lie before that block; is_own: whether it sees the block.
     """
 
@@ -184,46 +185,67 @@ class Parts:
         token, seen = token.flatten(2)[..., :listed], seen.flatten(3)[..., :listed]
         return KeysSeen(token.clamp(max=keys - 1).long(), seen, position, listed is not None)
 
-    def key_lists(self, offset: int | Tensor, keys: int, causal: bool, copies: int, device: torch.device) -> KeyLists:
+    def key_lists(
+        self, offset: int | Tensor, keys: int, causal: bool, keep: Tensor | None, copies: int, device: torch.device
+    ) -> KeyLists:
         """Lists of the keys that a query at a position sees, of so many, or one of each sequence at its own.
 
         Args:
             offset: as of `keys_seen`.
-            copies: K, lists a sequence: L, or a number of equal ones where that is 1.
+            keep: bool (B or 1, keys), which of them count; None for all.
+            copies: lists a sequence: L, or a number of equal ones where that is 1.
         """
-        if isinstance(offset, Tensor):
-            return self._lists_at(offset, keys, causal, copies, self._table(causal, device))
+        if isinstance(offset, Tensor) or keep is not None:
+            return self._lists_at(offset, keys, causal, keep, copies, self._table(causal, device))
         row, (column, place) = offset // self.block, self._end(offset, keys, causal)
 
         def build() -> _ListsOfRow:
             return self._lists_of_row(row, column, copies, self._table(causal, device))
 
         lists = self._kept.get(("lists", row, column, causal, copies, device), build, _UNLISTED, device).ready()
-        if copies > 1:
-            return KeyLists(lists.offsets[place], lists.columns.clamp(max=keys - 1), spare=True)
-        count = lists.before + (place + 1 if lists.is_own else 0)
-        return KeyLists(lists.offsets[place, :2], lists.columns[:count], spare=False)
+        if len(self.layout) > 1:
+            return KeyLists(lists.offsets[place], lists.columns.clamp(max=keys - 1), 1, spare=True)
+        columns = lists.columns[: lists.before + (place + 1 if lists.is_own else 0)]
+        return KeyLists(lists.offsets[place], columns if copies == 1 else columns.repeat(copies), 1, spare=False)
 
-    def _lists_at(self, offset: Tensor, keys: int, causal: bool, copies: int, table: RowTable) -> KeyLists:
-        token = table.tokens(table.starts.index_select(0, offset // self.block))  # (P, L, M)
-        if causal:
-            # Beyond the keys there is no position in a layout that has no more rows.
-            within = offset if keys >= len(table.lengths) * self.block else offset.clamp(max=keys - 1)
-            seen = token <= within[:, None, None]
+    def _lists_at(
+        self, offset: int | Tensor, keys: int, causal: bool, keep: Tensor | None, copies: int, table: RowTable
+    ) -> KeyLists:
+        last: int | Tensor = keys - 1
+        if isinstance(offset, Tensor):
+            token = table.tokens(table.starts.index_select(0, offset // self.block))  # (P, L, M)
+            if causal:
+                # Beyond the keys there is no position in a layout that has no more rows.
+                last = offset if keys >= len(table.lengths) * self.block else offset.clamp(max=keys - 1)
+                last = last[:, None, None]
         else:
-            seen = token < keys
+            token = self._tokens_of(offset // self.block, table)[None]
+            last = min(offset, last) if causal else last
+        seen = token <= last
+        if keep is not None:
+            shape = max(len(token), len(keep)), *token.shape[1:]
+            place = token.clamp(max=keys - 1).long().expand(shape)
+            seen = seen & keep[:, None].expand(*shape[:2], -1).gather(-1, place)
+            token = torch.where(seen, token, NO_TOKEN).sort(-1).values
         counts = seen.sum(-1, dtype=torch.int32).expand(-1, copies)
         offsets = _begins(counts.numel(), token.shape[-1], table.device)
         offsets[1::2] += counts.flatten()
-        return KeyLists(offsets, token.clamp_(max=keys - 1).expand(-1, copies, -1).flatten(), spare=True)
+        columns = token.clamp_(max=keys - 1).expand(-1, copies, -1).flatten()
+        return KeyLists(offsets, columns, len(token), spare=True)
 
     def _lists_of_row(self, row: int, column: int, copies: int, table: RowTable) -> _ListsOfRow:
-        token = table.tokens(table.starts[row, :, : table.lengths[row]])  # (L, M)
-        last = table.places + column * self.block
-        counts = (token <= last[:, None, None]).sum(-1, dtype=torch.int32)
-        offsets = _begins(copies, token.shape[-1], table.device).repeat(self.block, 1)
-        offsets[:, 1::2] += counts
-        return _ListsOfRow(offsets, token.expand(copies, -1).flatten(), *self._seen_before(row, column))
+        token, last = self._tokens_of(row, table), table.places + column * self.block
+        counts = (token <= last[:, None, None]).sum(-1, dtype=torch.int32)  # (b, L)
+        if len(token) == 1:
+            offsets = counts * torch.arange(copies + 1, dtype=torch.int32, device=table.device)
+        else:
+            offsets = _begins(copies, token.shape[-1], table.device).repeat(self.block, 1)
+            offsets[:, 1::2] += counts
+        return _ListsOfRow(offsets, token.flatten(), *self._seen_before(row, column))
+
+    def _tokens_of(self, row: int, table: RowTable) -> Tensor:
+        """The tokens of a block row, (L, M)."""
+        return table.tokens(table.starts[row, :, : table.lengths[row]])
 
     def _end(self, offset: int, keys: int, causal: bool) -> tuple[int, int]:
         """Block column of the last token that a query may see, and the token's place in it."""

@@ -125,9 +125,10 @@ def block_sparse_attention(
             dropout and lse.
         query_offset: the position of the first query among the keys, 0 or more, S - T while decoding; or (B,) int32 or
             int64, one a sequence. The layout's rows and `causal` count from there, and the layout may be larger than
-            the tokens, as one for the longest sequence is: a tensor then comes with `block`. A GPU is waited for where
-            a tensor of positions, or rows of a layout that is not on the CPU, are read. Up to 16 queries gather the
-            keys of their block rows alone.
+            the tokens, as one for the longest sequence is: a tensor then comes with `block`. Up to 16 queries read the
+            keys of their block rows alone, and once the layout's rows are listed, in the first call, wait for nothing:
+            positions on a GPU are then read on it, where one outside of the layout is an assertion of PyTorch's; but
+            for `distance_bias`, and of more queries, the call waits for them.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         causal: query token i sees key tokens j <= i only, inside blocks too.
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.

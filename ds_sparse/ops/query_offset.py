@@ -1,10 +1,10 @@
 """Attention of queries that begin at a later position than the keys, as while a text is generated.
 
 A new token, one query of each sequence, walks the list of its keys, as attention over token pairs does, and copies
-nothing. With a gradient, a mask, a bias or dropout it gathers the keys and values of its block row, in plain PyTorch,
-and so do a few queries. Neither waits for the device. Many queries are padded in front to a whole block; where they are
-causal, what lies before their first block row is one call of the kernels and what begins there, where causality cuts,
-is another, unless a float is added to scores.
+nothing. With a gradient, a bias, dropout or a mask of more than keys it gathers the keys and values of its block row,
+in plain PyTorch, and so do a few queries. Neither waits for the device. Many queries are padded in front to a whole
+block; where they are causal, what lies before their first block row is one call of the kernels and what begins there,
+where causality cuts, is another, unless a float is added to scores.
 """
 
 from __future__ import annotations
@@ -55,30 +55,34 @@ def parts_at(offset: Offset, layout: Any, block: int | None, call: AttentionCall
     refuse_traced("query_offset cannot be read", "call outside of what is compiled.")
     query, keys, tokens = call.query, call.key.shape[2], call.query.shape[2]
     reads = tokens > FEW_QUERIES or call.distance_bias is not None
-    offset, furthest = _position(offset, len(query), reads)
+    offset, positions = _position(offset, len(query), tokens, reads)
     if not isinstance(layout, BlockIndex | MasterLayout):
         with_heads(layout)
         if block is None:
             raise ValueError(
                 "query_offset is given and block is not; the layout may be larger than the tokens, so give its block."
             )
-        layout = index_of_layout(layout, block, layout.device)
+        rows = None if positions is None else range(positions.start // block, -(-positions.stop // block))
+        layout = index_of_layout(layout, block, layout.device, rows)
     elif block is not None and block != layout.block:
         raise ValueError(f"block is {block}, and the index was built for blocks of {layout.block}; leave it out.")
     parts = parts_of(layout)
-    rows, columns = (blocks * parts.block for blocks in parts.layout.shape[1:])
-    if furthest + tokens > rows or keys > columns:
+    queries, columns = (blocks * parts.block for blocks in parts.layout.shape[1:])
+    end = tokens if positions is None else positions.stop
+    if end > queries or keys > columns:
         raise ValueError(
-            f"The layout covers {rows} query and {columns} key tokens, the last query is at "
-            f"{furthest + tokens - 1} and there are {keys} keys; build it for a longer sequence."
+            f"The layout covers {queries} query and {columns} key tokens, the last query is at {end - 1} and there are "
+            f"{keys} keys; build it for a longer sequence."
         )
-    check_distance_bias(call.distance_bias, query, keys, furthest + tokens - 1, call.rpe)
-    is_read = isinstance(offset, int) or tokens > FEW_QUERIES
-    return offset if is_read else offset.to(query.device, non_blocking=True), parts
+    check_distance_bias(call.distance_bias, query, keys, end - 1, call.rpe)
+    if isinstance(offset, Tensor) and tokens <= FEW_QUERIES:
+        offset = offset.to(query.device, non_blocking=True)
+    return offset, parts
 
 
-def _position(offset: Offset, batch: int, reads: bool) -> tuple[Offset, int]:
-    """The offset, a number where it is one for all sequences, and the largest; 0 where it is not read."""
+def _position(offset: Offset, batch: int, tokens: int, reads: bool) -> tuple[Offset, range | None]:
+    """The offset, a number where it is one for all sequences, and the positions from the first of all queries to the
+    last; None where they are not read."""
     if isinstance(offset, Tensor) and offset.dtype in (torch.int32, torch.int64):
         refuse_without_values("query_offset", offset)
         if offset.dim() and offset.shape != (batch,):
@@ -87,7 +91,7 @@ def _position(offset: Offset, batch: int, reads: bool) -> tuple[Offset, int]:
             )
         offset = offset.reshape(-1)
         if not (reads or offset.is_cpu):
-            return offset, 0
+            return offset, None
         offsets = offset.tolist() or [0]
     elif isinstance(offset, Integral) and not isinstance(offset, bool):
         offsets = [int(offset)]
@@ -96,7 +100,7 @@ def _position(offset: Offset, batch: int, reads: bool) -> tuple[Offset, int]:
         raise TypeError(f"query_offset is {what}; it has to be an integer, or int32 or int64 numbers, one a sequence.")
     if min(offsets) < 0:
         raise ValueError(f"query_offset is {min(offsets)}; it is the position of the first query, 0 or more.")
-    return offset if len(set(offsets)) > 1 else offsets[0], max(offsets)
+    return offset if len(set(offsets)) > 1 else offsets[0], range(min(offsets), max(offsets) + tokens)
 
 
 def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -231,7 +235,10 @@ def _caches_in_place(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     """Keys and values as the kernels of lists read them in place; None where these would copy all of them, or compute
     something else than the call."""
     given = call.query, call.key, call.value, call.sinks
-    if call.dropout_p or call.query.is_meta or any(x is not None for x in call.biases):
+    padding, *others = call.biases
+    if call.dropout_p or call.query.is_meta or any(x is not None for x in others):
+        return None
+    if padding is not None and padding.dtype != torch.bool:
         return None
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
@@ -267,19 +274,21 @@ def _on_lists(call: AttentionCall, key: Tensor, value: Tensor, offset: Offset, p
     """One query of each sequence, by the kernels over token pairs, which know of no masks and biases. Heads that share
     a key are tokens there."""
     (batch, heads, _, depth), key_heads, layout_heads = call.query.shape, key.shape[1], len(parts.layout)
-    copies = heads // key_heads if layout_heads == 1 else heads
-    lists = parts.key_lists(offset, call.key.shape[2], call.causal, copies, call.device)
+    keys, copies = call.key.shape[2], heads // key_heads if layout_heads == 1 else heads
+    keep = None if call.key_padding_mask is None else call.key_padding_mask.expand(-1, keys)
+    lists = parts.key_lists(offset, keys, call.causal, keep, copies, call.device)
     query = call.query.reshape(batch, key_heads, -1, depth)
     if lists.spare:
         query = query.unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten(2, 3)
-    of_sequences = len(offset) if isinstance(offset, Tensor) else 1
     results = ops.token_attention_forward(
-        query, key, value, lists.offsets, lists.columns, of_sequences, 1 if layout_heads == 1 else key_heads, call.scale
-    )
+        query, key, value, lists.offsets, lists.columns, lists.sequences, 1 if layout_heads == 1 else key_heads,
+        call.scale,
+    )  # fmt: skip
     if lists.spare:
         results = [x[:, :, ::2].contiguous() for x in results]
-    output, lse, rows = (x.view(batch, heads, 1, *x.shape[3:]) for x in results)
-    return (output, lse) if call.sinks is None else with_sinks(output, rows, call.sinks)[:2]
+    output, lse, rows = results
+    output, lse = output.view(call.query.shape), lse.view(batch, heads, 1)
+    return (output, lse) if call.sinks is None else with_sinks(output, rows.view(*lse.shape, 2), call.sinks)[:2]
 
 
 def _gathered(call: AttentionCall, offset: Offset, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -230,6 +230,19 @@ def test_the_same_bytes_in_another_form_are_something_else():
     assert not held.are_of(x)
 
 
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize("shape", [(5, 3), (1, 5, 3), (2, 5, 3)], ids=str)
+def test_of_some_rows_no_others_are_looked_at(shape: tuple[int, ...], is_contiguous: bool):
+    for row in range(5):
+        x = torch.zeros(shape, dtype=torch.int32)
+        x = x if is_contiguous else torch.stack([x, x], -1)[..., 0]
+        held = Contents(x)
+        x[..., row, 1] = 1
+        for rows in (range(2), range(1, 4), range(4, 9), range(7, 9)):
+            assert held.are_of(x, rows) == (is_contiguous and row not in rows)
+        assert not held.are_of(x) and held.copy.sum() == 0
+
+
 def test_a_look_is_made_inside_of_transforms_and_modes():
     x = torch.ones(3, 2).T
     held = Contents(x)

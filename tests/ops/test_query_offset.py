@@ -51,7 +51,10 @@ def test_a_new_token_without_gradients(
     shapes = {"query": (3, 4, 1, 32), "key": (3, key_heads, 90, 32), "value": (3, key_heads, 90, 32)}
     tensors = {name: random(seeded(i), *shape, dtype=torch.float32) for i, (name, shape) in enumerate(shapes.items())}
     at = offset if isinstance(offset, int) else torch.tensor(offset)
-    for more in ({}, {"sinks": random(seeded(5), 4, dtype=torch.float32)}):
+    padding = torch.rand(3, 90, generator=seeded(6)) < 0.7
+    padding[:, 16:32] = False  # a row that has nothing else is empty
+    sinks = {"sinks": random(seeded(5), 4, dtype=torch.float32)}
+    for more in ({}, sinks, {"key_padding_mask": padding}, sinks | {"key_padding_mask": padding[:1]}):
         hold(attention_case(tensors | more, live, 16, device, causal=causal, offset=at, wanted=()), device)
 
 
@@ -359,16 +362,39 @@ def test_a_changed_layout_is_seen(device: str):
     assert not torch.equal(before, after)
 
 
-@pytest.mark.parametrize(("padding", "kept"), [(False, ["lists"]), (True, ["seen", "seen", "seen"])])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(4, 4), (1, 4, 4), (2, 4, 4)], ids=str)
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_a_change_of_any_row_is_seen_where_the_row_is_read(
+    device: str, is_contiguous: bool, shape: tuple[int, ...], dtype: torch.dtype
+):
+    layout = torch.ones(shape, dtype=dtype, device=device)
+    layout = layout if is_contiguous else torch.stack([layout, layout], -1)[..., 0]
+    query, key, value = (torch.randn(2, 2, n, 16, device=device) for n in (32, 32, 32))
+
+    def attend(given: torch.Tensor) -> list[torch.Tensor]:
+        more = {"layout": given, "block": 8, "causal": True}
+        one = [block_sparse_attention(query[:, :, :1], key, value, query_offset=at, **more) for at in (31, 0, 9, 20)]
+        of_each = [torch.tensor(at, device=device) for at in ([3, 30], [8, 15])]
+        one += [block_sparse_attention(query[:, :, :1], key, value, query_offset=at, **more) for at in of_each]
+        return [*one, *(block_sparse_attention(query[:, :, :n], key, value, query_offset=6, **more) for n in (3, 20))]
+
+    attend(layout)
+    for row in (1, 3, 2, 0):
+        layout[..., row, row // 2] = 0
+        torch.testing.assert_close(attend(layout), attend(layout.clone()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("masked", "kept"), [(False, ["lists"]), (True, ["seen", "seen", "seen"])])
 def test_what_is_listed_is_kept_for_the_layers_of_a_step_and_for_the_tokens_of_a_row(
-    device: str, padding: bool, kept: list[str]
+    device: str, masked: bool, kept: list[str]
 ):
     index = BlockIndex.build(torch.ones(4, 4, dtype=torch.bool), 8).to(device)
     query, key, value = (torch.randn(1, 1, n, 16, device=device) for n in (1, 32, 32))
     for offset in (24, 25, 25, 31):
         keys = (x[:, :, : offset + 1] for x in (key, value))
-        mask = torch.ones(1, offset + 1, dtype=torch.bool, device=device) if padding else None
-        block_sparse_attention(query, *keys, index, query_offset=offset, causal=True, key_padding_mask=mask)
+        mask = torch.ones(1, offset + 1, dtype=torch.bool, device=device) if masked else None
+        block_sparse_attention(query, *keys, index, query_offset=offset, causal=True, attn_mask=mask)
     assert sorted(key[0] for key, _ in parts_of(index)._kept.items()) == [*kept, "table"]
 
 
