@@ -26,7 +26,7 @@ from ..index import BlockIndex
 from ..index.cache import refuse_traced
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
-from ..index.parts import Parts, parts_of
+from ..index.parts import KeyLists, Parts, parts_of
 from ..index.transforms import refuse_without_values
 from ..layout import with_heads
 from ._autograd import Function, differentiable_once
@@ -114,7 +114,7 @@ def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torc
     if call.query.numel() == 0:
         return results_of_nothing(call)
     if call.query.shape[2] == 1 and (cached := _caches_in_place(call)) is not None:
-        return _on_lists(call, *cached, offset, parts)
+        return _on_lists(call, *cached, *_lists_of(call, offset, parts))
     call = call.with_wide_gradients()
     if call.query.shape[2] <= FEW_QUERIES:
         with _in_own_dtype(call.query):
@@ -142,10 +142,16 @@ def window_at(
         return results_of_nothing(call)[0]
     tokens, widest, device = call.query.shape[2], max(windows), call.device
     part = slice(max(0, offset - widest), offset + tokens + (0 if call.causal else widest))
+    if tokens == len(windows) == 1 and call.key_padding_mask is None and (cached := _caches_in_place(call)) is not None:
+        copies, last = call.query.shape[1] // call.key.shape[1], min(part.stop, call.key.shape[2])
+        columns = torch.arange(part.start, last, dtype=torch.int32, device=device).repeat(copies)
+        offsets = torch.arange(0, len(columns) + 1, last - part.start, dtype=torch.int32, device=device)
+        return _on_lists(call, *cached, KeyLists(offsets, columns, 1, spare=False), 1)[0]
     call, offset = call.of_keys(part), offset - part.start
     query, key, value = call.query, call.key, call.value
     keys = key.shape[2]
-    at, of_heads = torch.arange(keys, device=device), torch.tensor(windows, device=device)
+    at = torch.arange(keys, device=device)
+    of_heads = at.new_full((1,), widest) if len(windows) == 1 else torch.tensor(windows).to(device, non_blocking=True)
     if tokens > FEW_QUERIES:
         if len(windows) > 1:
             # What fills up sees, in a head, keys that only the wider windows of others have, and they may be NaN.
@@ -270,25 +276,32 @@ def _in_place(x: Tensor) -> Tensor | None:
     return x.as_strided(shape, (of_batch, of_head, depth, 1))
 
 
-def _on_lists(call: AttentionCall, key: Tensor, value: Tensor, offset: Offset, parts: Parts) -> tuple[Tensor, Tensor]:
-    """One query of each sequence, by the kernels over token pairs, which know of no masks and biases. Heads that share
-    a key are tokens there."""
-    (batch, heads, _, depth), key_heads, layout_heads = call.query.shape, key.shape[1], len(parts.layout)
-    keys, copies = call.key.shape[2], heads // key_heads if layout_heads == 1 else heads
+def _lists_of(call: AttentionCall, offset: Offset, parts: Parts) -> tuple[KeyLists, int]:
+    """Lists of the keys that one query of each sequence sees, and of how many heads of keys. Heads that share a key are
+    tokens there."""
+    heads, (_, key_heads, keys, _) = call.query.shape[1], call.key.shape
+    are_alike = len(parts.layout) == 1
     keep = None if call.key_padding_mask is None else call.key_padding_mask.expand(-1, keys)
-    lists = parts.key_lists(offset, keys, call.causal, keep, copies, call.device)
-    query = call.query.reshape(batch, key_heads, -1, depth)
+    copies = heads // key_heads if are_alike else heads
+    return parts.key_lists(offset, keys, call.causal, keep, copies, call.device), 1 if are_alike else key_heads
+
+
+def _on_lists(
+    call: AttentionCall, key: Tensor, value: Tensor, lists: KeyLists, list_heads: int
+) -> tuple[Tensor, Tensor]:
+    """One query of each sequence, by the kernels over token pairs, which know of no masks and biases."""
+    (batch, heads, _, depth), key_heads = call.query.shape, key.shape[1]
+    query = call.query if key_heads == heads else call.query.reshape(batch, key_heads, -1, depth)
     if lists.spare:
         query = query.unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten(2, 3)
-    results = ops.token_attention_forward(
-        query, key, value, lists.offsets, lists.columns, lists.sequences, 1 if layout_heads == 1 else key_heads,
-        call.scale,
-    )  # fmt: skip
+    output, lse, rows = ops.token_attention_forward(
+        query, key, value, lists.offsets, lists.columns, lists.sequences, list_heads, call.scale
+    )
     if lists.spare:
-        results = [x[:, :, ::2].contiguous() for x in results]
-    output, lse, rows = results
-    output, lse = output.view(call.query.shape), lse.view(batch, heads, 1)
-    return (output, lse) if call.sinks is None else with_sinks(output, rows.view(*lse.shape, 2), call.sinks)[:2]
+        rows, output, lse = rows[:, :, ::2], output[:, :, ::2].contiguous(), lse[:, :, ::2].contiguous()
+    if key_heads < heads:
+        output, lse, rows = (x.reshape(batch, heads, 1, *x.shape[3:]) for x in (output, lse, rows))
+    return (output, lse) if call.sinks is None else with_sinks(output, rows, call.sinks)[:2]
 
 
 def _gathered(call: AttentionCall, offset: Offset, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:

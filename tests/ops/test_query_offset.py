@@ -101,6 +101,7 @@ def test_a_new_token_gathers_nothing(monkeypatch):
     query, cache = random(seeded(), 2, 4, 1, 16).float(), random(seeded(1), 2, 2, 128, 16).float()
     for key, at in ((cache, 127), (cache[:, :, :81], 80), (cache, torch.tensor([3, 90]))):
         block_sparse_attention(query, key, key, layout, query_offset=at, causal=True)
+        block_sparse_attention(query, key, key, layout, query_offset=at, key_padding_mask=torch.ones(2, 1).bool())
     with torch.no_grad():
         block_sparse_attention(query.requires_grad_(), key, key, layout, query_offset=at, causal=True)
 
@@ -123,6 +124,8 @@ def test_nothing_waits_for_the_device_while_decoding(device: str, kind: str, bia
             block_sparse_attention(
                 query, cache, cache, layout[kind], block=16, query_offset=where, causal=True, return_lse=True, **more
             )
+        for windows in (64, [8, 8, 16, 16]):
+            window_attention(query, cache, cache, windows, query_offset=700 + i, causal=True)
         at.add_(1)
 
     step(0)
@@ -396,6 +399,28 @@ def test_what_is_listed_is_kept_for_the_layers_of_a_step_and_for_the_tokens_of_a
         mask = torch.ones(1, offset + 1, dtype=torch.bool, device=device) if masked else None
         block_sparse_attention(query, *keys, index, query_offset=offset, causal=True, attn_mask=mask)
     assert sorted(key[0] for key, _ in parts_of(index)._kept.items()) == [*kept, "table"]
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("offset", [0, 3, 20, 49])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_new_token_in_a_window_without_gradients(device: str, causal: bool, offset: int, key_heads: int):
+    sizes = (4, 1), (key_heads, 50), (key_heads, 50)
+    given = [random(seeded(i), 2, heads, n, 16).float().to(device) for i, (heads, n) in enumerate(sizes)]
+    sinks = random(seeded(3), 4).float().to(device)
+    for window, more in ((7, {}), (0, {}), (90, {"sinks": sinks})):
+        options = {"causal": causal, "query_offset": offset, **more}
+        away = torch.arange(50) - offset
+        seen = (away.abs() <= window) & ((away <= 0) | (not causal))
+        probs = (given[0].double() @ given[1].double().repeat_interleave(4 // key_heads, 1).mT / 4).cpu()
+        probs = probs.masked_fill(~seen, -math.inf)
+        if more:
+            probs = torch.cat([probs, sinks.cpu().double()[:, None, None].expand(2, -1, 1, 1)], -1)
+        probs = probs.softmax(-1)[..., :50]
+        expected = probs @ given[2].cpu().double().repeat_interleave(4 // key_heads, 1)
+        torch.testing.assert_close(
+            window_attention(*given, window, **options).cpu().double(), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_keys_before_a_window_are_not_read(device: str):
