@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..layout import count_live, on_cpu
 from .block import BlockIndex
@@ -50,6 +51,13 @@ class RowTable(OnDevice):
     @property
     def device(self) -> torch.device:
         return self.starts.device
+
+    def of(self, row: Tensor) -> Tensor:
+        """`starts` of such rows, (..., L, N); on the CPU with N of the longest of these, on a GPU nobody knows it."""
+        starts = self.starts
+        if row.is_cpu and not isinstance(row, FakeTensor):
+            starts = starts[..., : max(self.lengths[i] for i in row.flatten().tolist())]
+        return starts.index_select(0, row.flatten()).unflatten(0, row.shape)
 
     def tokens(self, starts: Tensor) -> Tensor:
         """The tokens of blocks (..., N): (..., N * b)."""
@@ -118,7 +126,7 @@ class Parts:
     """The layout of a `BlockIndex` or a `MasterLayout`, on the CPU, and what has been made of its rows.
 
     What is made of a position that is a tensor is made on its device, which nothing waits for, and is not kept: nothing
-    tells whether it has been changed.
+    tells whether it has been changed. On a GPU it has the length of the longest row of all.
 
     Attributes:
         layout: bool (L, R, C).
@@ -159,23 +167,22 @@ class Parts:
         return self._kept.get(("seen", offset, tokens, keys, causal, device), build, _UNLISTED, device).ready()
 
     def _keys_seen(self, offset: int | Tensor, tokens: int, keys: int, causal: bool, table: RowTable) -> KeysSeen:
-        starts, listed, device = table.starts, None, table.device
+        listed, device = None, table.device
         position = torch.arange(tokens, device=device)
         if isinstance(offset, Tensor):
             position = offset.long()[:, None] + position
-            rows = (tokens + self.block - 2) // self.block + 1
+            row, rows = position // self.block, (tokens + self.block - 2) // self.block + 1
+            # The last query's own row has to be there. None sees what is listed again to make lists of one length.
+            starts = table.of(torch.minimum(row[:, :1] + torch.arange(rows, device=device), row[:, -1:]))
         else:
             position = (position + offset)[None]
-            of_rows = range(offset // self.block, (offset + tokens - 1) // self.block + 1)
-            rows, starts = len(of_rows), starts[..., : max(table.lengths[of_rows.start : of_rows.stop])]
+            first, end = offset // self.block, (offset + tokens - 1) // self.block + 1
+            row, rows = position // self.block, end - first
+            starts = table.starts[None, first:end, :, : max(table.lengths[first:end])]
             if tokens == len(self.layout) == 1:
                 column, place = self._end(offset, keys, causal)
-                before, is_own = self._seen_before(of_rows.start, column)
+                before, is_own = self._seen_before(first, column)
                 listed = before + (place + 1 if is_own else 0)
-        row = position // self.block
-        # The last query's own row has to be there. None sees what is listed again to make lists of one length.
-        listed_rows = torch.minimum(row[:, :1] + torch.arange(rows, device=device), row[:, -1:])
-        starts = starts.index_select(0, listed_rows.flatten()).unflatten(0, listed_rows.shape)
         token = table.tokens(starts.transpose(1, 2))  # (P, L, K, M)
         last = position.clamp(max=keys - 1) if causal else torch.full_like(position, keys - 1)
         seen = token.unsqueeze(2) <= last[:, None, :, None, None]
@@ -213,7 +220,7 @@ class Parts:
     ) -> KeyLists:
         last: int | Tensor = keys - 1
         if isinstance(offset, Tensor):
-            token = table.tokens(table.starts.index_select(0, offset // self.block))  # (P, L, M)
+            token = table.tokens(table.of(offset // self.block))  # (P, L, M)
             if causal:
                 # Beyond the keys there is no position in a layout that has no more rows.
                 last = offset if keys >= len(table.lengths) * self.block else offset.clamp(max=keys - 1)
@@ -229,7 +236,7 @@ class Parts:
             token = torch.where(seen, token, NO_TOKEN).sort(-1).values
         counts = seen.sum(-1, dtype=torch.int32).expand(-1, copies)
         offsets = _begins(counts.numel(), token.shape[-1], table.device)
-        offsets[1::2] += counts.flatten()
+        offsets[1::2].add_(counts.flatten())
         columns = token.clamp_(max=keys - 1).expand(-1, copies, -1).flatten()
         return KeyLists(offsets, columns, len(token), spare=True)
 
@@ -240,7 +247,7 @@ class Parts:
             offsets = counts * torch.arange(copies + 1, dtype=torch.int32, device=table.device)
         else:
             offsets = _begins(copies, token.shape[-1], table.device).repeat(self.block, 1)
-            offsets[:, 1::2] += counts
+            offsets[:, 1::2].add_(counts)
         return _ListsOfRow(offsets, token.flatten(), *self._seen_before(row, column))
 
     def _tokens_of(self, row: int, table: RowTable) -> Tensor:
@@ -267,7 +274,7 @@ class Parts:
             ends, counts = lengths.flatten().cumsum(0), lengths.flatten()
             number = torch.arange(len(head)) - (ends - counts).repeat_interleave(counts)
             longest = lengths.amax(0).clamp(min=1).tolist()
-            starts = torch.full((*live.transpose(0, 1).shape[:2], max(longest)), NO_TOKEN, dtype=torch.int32)
+            starts = torch.full((live.shape[1], len(live), max(longest)), NO_TOKEN, dtype=torch.int32)
             starts[row, head, number] = (column * self.block).int()
             return RowTable(starts, torch.arange(self.block, dtype=torch.int32), longest).to(device)
 

@@ -298,7 +298,7 @@ def _on_lists(
         query, key, value, lists.offsets, lists.columns, lists.sequences, list_heads, call.scale
     )
     if lists.spare:
-        rows, output, lse = rows[:, :, ::2], output[:, :, ::2].contiguous(), lse[:, :, ::2].contiguous()
+        output, lse, rows = output[:, :, ::2].contiguous(), lse[:, :, ::2], rows[:, :, ::2]
     if key_heads < heads:
         output, lse, rows = (x.reshape(batch, heads, 1, *x.shape[3:]) for x in (output, lse, rows))
     return (output, lse) if call.sinks is None else with_sinks(output, rows, call.sinks)[:2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fuzz.blocks import attention_case
 from fuzz.compare import hold
-from helpers import leaf, random, seeded
+from helpers import CountedOperators, leaf, random, seeded
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import ds_sparse
@@ -104,6 +104,18 @@ def test_a_new_token_gathers_nothing(monkeypatch):
         block_sparse_attention(query, key, key, layout, query_offset=at, key_padding_mask=torch.ones(2, 1).bool())
     with torch.no_grad():
         block_sparse_attention(query.requires_grad_(), key, key, layout, query_offset=at, causal=True)
+
+
+@pytest.mark.parametrize("layout_heads", [1, 4])
+def test_the_tokens_of_a_row_are_listed_once(layout_heads: int):
+    layout = BlockIndex.build(torch.ones(layout_heads, 8, 8), 16)
+    query, cache = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 128, 16)
+    called = []
+    for offset in range(64, 80):
+        with CountedOperators() as operators:
+            block_sparse_attention(query, cache, cache, layout, query_offset=offset, causal=True)
+        called.append(operators.number)
+    assert called[0] > called[1] == called[-1] <= 10
 
 
 @pytest.mark.gpu
