@@ -55,7 +55,7 @@ def dense_attention(
     if distance_bias is not None:
         mask = _both(mask, as_matrix(distance_bias, query.shape[2], key.shape[2])[None], query.dtype)
     alone = causal and mask is None and sinks is None and not query_offset
-    if causal and not alone:
+    if causal and not alone and (query_offset or 0) < key.shape[2] - 1:  # else the first query sees all
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         mask = _both(mask, seen.tril(query_offset or 0), query.dtype)
     if sinks is not None:

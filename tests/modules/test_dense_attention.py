@@ -40,17 +40,17 @@ def test_masks_of_every_kind_and_fewer_key_heads(masks, bias, key_heads):
 
 
 @pytest.mark.parametrize("padding", [None, PADDING])
-@pytest.mark.parametrize("offset", [None, 3])
+@pytest.mark.parametrize("offset", [None, 3, 9])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_causality_sinks_and_queries_at_a_later_position(with_sinks, offset, padding):
     query, key, value = (torch.randn(SHAPE, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    queries = query if offset is None else query[:, :, offset:7]
+    queries = query if offset is None else query[:, :, offset : offset + 4]
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if with_sinks else None
     given = {"key_padding_mask": padding, "sinks": sinks, "query_offset": offset, "causal": True}
     output = dense_attention(queries, key[:, :2], value[:, :2], **given)
     keys, values = (x[:, :2].repeat_interleave(2, 1) for x in (key, value))
     seen = torch.ones(10, 10, dtype=torch.bool).tril()
-    seen = seen if offset is None else seen[offset:7]
+    seen = seen if offset is None else seen[offset : offset + 4]
     seen = seen if padding is None else seen & padding[:, None, None]
     scores = (8**-0.5 * queries @ keys.mT).masked_fill(~seen, float("-inf"))
     if with_sinks:
