@@ -51,6 +51,8 @@ inline TileLists lists_of(const AttentionCall& call, const TileTensors& tiles) {
       static_cast<int>(tiles.lines.size(0) / block_rows_per_tile / call.all_layout_heads()),
       static_cast<int>(call.query.size(1)),
       static_cast<int>(call.layout_heads),
+      static_cast<int>(call.heads_of_layout()),
+      static_cast<int>(call.layout_heads == 1 ? 1 : call.heads_of_layout()),
       call.bounded,
       call.by_sequence,
       log2_of(block),

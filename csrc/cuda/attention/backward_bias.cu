@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
   }
   // The heads and batches whose shares are added.
   const int2 first = p.lists.batch_and_head(0, work_tile.x);
-  const int heads = p.lists.heads / p.lists.layout_heads, apart = p.grad_heads == 1 ? 1 : heads;
+  const int heads = p.lists.heads_of_layout, apart = p.grad_heads == 1 ? 1 : heads;
   const int first_head = first.y + number % apart, head_after = first_head + heads / apart;
   const int first_batch = first.x + number / apart;
   const int batch_after = p.batches == 1 && !p.lists.by_sequence ? p.batch : first_batch + 1;

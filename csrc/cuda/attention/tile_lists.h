@@ -22,6 +22,9 @@ struct TileLists {
   int num_work_tiles;  // if bounded, of those that there may be: behind them one tells how many there are
   int block_rows_per_tile, tiles_per_head;
   int heads, layout_heads;  // of a sequence
+  // For so many heads of a sequence a list is the same; where these are a group, with the same keys, their work tiles
+  // follow each other.
+  int heads_of_layout, heads_together;
   bool bounded, by_sequence;
   int log_block, tile, sub_tiles;  // tile: its tokens; sub-tiles: of a block that is larger than a tile
   // (1 or H, E, tile): for each entry, a block of 64 tokens, those that a row sees. Null: all.
@@ -47,16 +50,20 @@ struct TileLists {
   }
   // Batch and head of a tile, of all whose lists are the same that of number `copy`.
   __device__ int2 batch_and_head(int copy, int number) const {
-    const int heads_of_layout = heads / layout_heads, layout = number / tiles_per_head;
-    return by_sequence ? make_int2(layout / layout_heads, layout % layout_heads * heads_of_layout + copy)
-                       : make_int2(copy / heads_of_layout, layout * heads_of_layout + copy % heads_of_layout);
+    // One layout for all, and one for each head, without a division that gives nothing.
+    const int layout = layout_heads == 1 && !by_sequence ? 0 : number / tiles_per_head;
+    if (by_sequence) {
+      return make_int2(layout / layout_heads, layout % layout_heads * heads_of_layout + copy);
+    }
+    if (heads_of_layout == 1) {
+      return make_int2(copy, layout);
+    }
+    return make_int2(copy / heads_of_layout, layout * heads_of_layout + copy % heads_of_layout);
   }
   // The number of a head's layout.
   __device__ int layout_of(int batch, int head) const {
-    return (by_sequence ? batch * layout_heads : 0) + head / (heads / layout_heads);
+    return (by_sequence ? batch * layout_heads : 0) + head / heads_of_layout;
   }
-  // Heads whose work tiles follow each other: those of a group, which read the same keys.
-  __device__ int heads_together() const { return layout_heads == 1 ? 1 : heads / layout_heads; }
   __device__ int count_work_tiles() const { return bounded ? work_tiles[num_work_tiles].y : num_work_tiles; }
 
  private:
@@ -76,21 +83,24 @@ struct WorkTile {
   int64_t copy;    // of those whose lists are the same
 
   // Of `count` work tiles for each copy. There is none where `tile` is negative.
-  __device__ WorkTile(const TileLists& lists, int64_t number, int count, int column_tiles) {
+  __device__ WorkTile(const TileLists& lists, uint32_t number, uint32_t count, uint32_t column_tiles) {
     column_tile = number % column_tiles;
     number /= column_tiles;
     sub_tile = number % lists.sub_tiles;
     number /= lists.sub_tiles;
-    const int together = lists.heads_together(), of_group = number % together;
-    number /= together;
+    uint32_t of_group = 0;
+    if (lists.heads_together > 1) {
+      of_group = number % lists.heads_together;
+      number /= lists.heads_together;
+    }
     const int4 listed = lists.work_tiles[number % count];
     number /= count;
     tile = listed.x;
     first_entry = listed.y;
     num_entries = listed.z;
     split = listed.w;
-    copy = number * together + of_group;
-    const int2 of = lists.batch_and_head(copy, tile);
+    copy = number * lists.heads_together + of_group;
+    const int2 of = lists.batch_and_head(static_cast<int>(copy), tile);
     batch = of.x;
     head = of.y;
     matrix = int64_t{batch} * lists.heads + head;
