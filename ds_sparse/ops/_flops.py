@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
@@ -50,7 +51,24 @@ def live_blocks(entries: Tensor) -> int:
 
 def attention(each: int) -> Callable[[SimpleNamespace], int]:
     """Attention on tiles, `each` operations for a live score and number of a head."""
-    return lambda x: attention_flops(x.query, live_blocks(x.row_entries), x.layout_heads, x.block, each)
+
+    def formula(x: SimpleNamespace) -> int:
+        # Arguments at their defaults may be missing.
+        of_sequences = x.query.shape[0] if getattr(x, "by_sequence", False) else 1
+        entries = _that_are_there(x) if getattr(x, "bounded", False) else x.row_entries
+        return attention_flops(x.query, live_blocks(entries), of_sequences * x.layout_heads, x.block, each)
+
+    return formula
+
+
+def _that_are_there(x: SimpleNamespace) -> Tensor:
+    """The entries that units name: behind them bounded tiles have space."""
+    tile, first, count, _ = x.row_units.long().unbind(1)
+    edges = x.row_entries.new_zeros(len(x.row_entries) + 1)
+    named = (tile >= 0) & (count > 0)
+    edges.index_add_(0, first[named], torch.ones_like(first[named], dtype=edges.dtype))
+    edges.index_add_(0, (first + count)[named], -torch.ones_like(first[named], dtype=edges.dtype))
+    return x.row_entries[edges.cumsum(0)[:-1] > 0]
 
 
 def attention_on_layout(each: int) -> Callable[[SimpleNamespace], int]:

@@ -10,6 +10,7 @@ import torch
 from helpers import EXAMPLES, generator, gradients, leaf, random
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_sparse import BlockIndex, MatMul, block_sparse_attention
 from ds_sparse.index.kernels import INDEX_OPERATORS
@@ -259,3 +260,12 @@ def test_vmap_takes_layouts_of_groups_and_of_sequences(layouts: tuple[int, int])
     ours = torch.vmap(lambda query, key: block_sparse_attention(query, key, key, index))(query, key)
     right = torch.stack([block_sparse_attention(q, k, k, index) for q, k in zip(query, key)])
     torch.testing.assert_close(ours, right)
+
+
+def test_flops_are_those_of_live_blocks():
+    live = torch.rand(2, 2, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.4
+    query, key = torch.randn(2, 4, 96, 8), torch.randn(2, 2, 96, 8)
+    for capacity in (None, 72):
+        with FlopCounterMode(display=False) as counter:
+            block_sparse_attention(query, key, key, BlockIndex.build(live, 16, capacity=capacity))
+        assert counter.get_total_flops() == 4 * 8 * 2 * int(live.sum()) * 16**2
