@@ -72,9 +72,10 @@ def test_a_value_of_another_size_has_two_ways_out():
         block_sparse_attention(q[..., :16], k[..., :16], v, LAYOUT)
 
 
-def test_a_layout_for_key_heads_is_repeated():
+def test_a_layout_for_key_heads_is_repeated_where_queries_have_an_offset():
     q, k, v = torch.zeros(BATCH, 4, TOKENS, SIZE), *torch.zeros(2, BATCH, 2, TOKENS, SIZE)
-    layout = LAYOUT.expand(2, -1, -1)
+    layout, more = LAYOUT.expand(2, -1, -1), {"block": TOKENS // LAYOUT.shape[-1], "query_offset": 0}
     with pytest.raises(ValueError, match=r"such as layout.repeat_interleave\(2, 0\), or one"):
-        block_sparse_attention(q, k, v, layout)
-    block_sparse_attention(q, k, v, layout.repeat_interleave(2, 0))
+        block_sparse_attention(q, k, v, layout, **more)
+    block_sparse_attention(q, k, v, layout.repeat_interleave(2, 0), **more)
+    block_sparse_attention(q, k, v, layout)
