@@ -108,6 +108,22 @@ constexpr uint32_t bits_between(int64_t number, int64_t begin, int64_t end) {
   return below_high & ~below_low;
 }
 
+// Word `number` of a block row of packed documents, which has live blocks from range[0] to range[1] - 1 alone: those of
+// the layout of one document, whose first block is range[0] (`own`), or of the row's layout. `rows` and `words` are the
+// layout's, of one head.
+constexpr uint32_t word_of_documents(
+    const uint32_t* layout, int64_t rows, int64_t words, const int32_t* range, int64_t row, int64_t number, bool own,
+    bool causal) {
+  const int64_t shift = own ? range[0] : 0, line = row - shift;
+  const int64_t end = causal && row < range[1] ? row + 1 : range[1];
+  const uint32_t within = bits_between(number, range[0], end);
+  if (within == 0 || line < 0 || line >= rows) return 0;
+  const int64_t first = 32 * number - shift, word = first >> 5, bit = first & 31;
+  const uint32_t low = word >= 0 && word < words ? layout[line * words + word] : 0;
+  const uint32_t high = bit > 0 && word >= -1 && word + 1 < words ? layout[line * words + word + 1] : 0;
+  return (low >> bit | (bit > 0 ? high << (32 - bit) : 0)) & within;
+}
+
 // One side of a layout, and where a plan has what belongs to it, in int32s.
 struct Side {
   bool of_rows;
@@ -186,6 +202,17 @@ inline void check_bits(const Tensor& bits) {
   check(bits.scalar_type() == ScalarType::Byte, "bits has to be uint8.");
   check_contiguous(bits, "bits");
   check(bits.size(2) % 4 == 0, "bits has to have whole words of 32 bits.");
+}
+
+inline void check_bits_of_documents(const Tensor& bits, const Tensor& ranges) {
+  check_bits(bits);
+  check_rows(ranges, 2, bits, "ranges");
+}
+
+inline void check_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& entries) {
+  check_rows(spans, 2, spans, "spans");
+  check_list(lines, spans, "lines");
+  check_list(entries, spans, "entries");
 }
 
 // bits: uint8 (L, R, 4 * words of columns). tiles: one or two heights in tokens, ascending.

@@ -51,6 +51,21 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // bits without the blocks above the diagonal.
   m.def("index_causal_bits(Tensor bits) -> Tensor");
 
+  // The blocks of documents that are packed in one row, cu_seqlens (documents + 1) int32 or int64, ascending from 0; on
+  // the CPU alone, as the host has to know it. own: blocks are the documents' own, else those of the row.
+  // -> int32 (2, blocks, 2): each block's first token and number of tokens, as spans below; then the first block, and
+  // the one after the last, with which it shares a document.
+  m.def("index_documents(Tensor cu_seqlens, int blocks, int block, bool own) -> Tensor");
+
+  // bits of the blocks of packed documents, ranges int32 (N, 2) saying with which others each may be live, as above.
+  // bits: of the layout that each document has from its own start (own), or of the row's; causal: without those above
+  // the diagonal. -> uint8 (L, N, 4 * ceil(N / 32))
+  m.def("index_bits_of_documents(Tensor bits, Tensor ranges, bool own, bool causal) -> Tensor");
+
+  // spans int32 (N, 2) of the blocks that lines and then entries of tiles are, zeros where there is no such block.
+  // -> int32 (lines + E, 2)
+  m.def("index_tile_spans(Tensor spans, Tensor lines, Tensor entries) -> Tensor");
+
   // Which lines share a tile, for one or two heights of tiles, ascending, and how long their lists are; nothing waits.
   // bounded: long lists are cut into fewer parts, as there is space for so many alone.
   // -> plan int32, for index_fill; counts int64, which begin as Header in csrc/index.h
@@ -147,14 +162,14 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "packed_attention_forward(Tensor query, Tensor key, Tensor value, Tensor spans, Tensor row_spans, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, int block, "
-      "float scale, bool causal) "
+      "float scale, bool causal, bool bounded=False) "
       "-> (Tensor output, Tensor lse, Tensor rows)");
   m.def(
       "packed_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor spans, Tensor row_spans, Tensor column_spans, Tensor row_lines, "
       "Tensor row_entries, Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, "
       "Tensor column_units, Tensor column_cuts, int layout_heads, int block, float scale, bool causal, "
-      "bool deterministic) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "bool deterministic, bool bounded=False) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // The gradient of what was added to the scores, zero where nothing is live, summed over the dimensions that are 1 in
   // shape = (B or 1, H or 1, T, S) in a fixed order; in fp32 (fp64 for fp64).

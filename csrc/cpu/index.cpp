@@ -81,6 +81,94 @@ Tensor index_causal_bits(const Tensor& bits) {
 
 Words words_in(const Tensor& bits) { return static_cast<Words>(bits.const_data_ptr()); }
 
+// The numbers of a block: first token, tokens; first block and the one after the last with which it shares a document.
+struct BlocksOfDocuments {
+  int32_t *spans, *ranges;
+
+  void put(int64_t number, int64_t token, int64_t tokens, int64_t first, int64_t end) const {
+    spans[2 * number] = static_cast<int32_t>(token);
+    spans[2 * number + 1] = static_cast<int32_t>(tokens);
+    ranges[2 * number] = static_cast<int32_t>(first);
+    ranges[2 * number + 1] = static_cast<int32_t>(end);
+  }
+};
+
+Tensor index_documents(const Tensor& cu_seqlens, int64_t blocks, int64_t block, bool own) {
+  check_block(block);
+  check_dim(cu_seqlens, 1, "cu_seqlens");
+  const bool wide = cu_seqlens.scalar_type() == ScalarType::Long;
+  check(wide || cu_seqlens.scalar_type() == ScalarType::Int, "cu_seqlens has to be int32 or int64.");
+  check_contiguous(cu_seqlens, "cu_seqlens");
+  const int64_t documents = cu_seqlens.size(0) - 1;
+  check(documents > 0, "cu_seqlens has to have one document at least.");
+  const void* from = cu_seqlens.const_data_ptr();
+  const auto edge = [&](int64_t d) -> int64_t {
+    return wide ? static_cast<const int64_t*>(from)[d] : static_cast<const int32_t*>(from)[d];
+  };
+  int64_t of_documents = 0;
+  bool ascends = edge(0) == 0 && edge(documents) <= INT32_MAX;
+  for (int64_t d = 0; ascends && d < documents; ++d) {
+    ascends = edge(d) <= edge(d + 1);
+    of_documents += ceil_div(edge(d + 1) - edge(d), block);
+  }
+  check(ascends, "cu_seqlens has to ascend from 0 to less than 2**31.");
+  const int64_t there = own ? of_documents : ceil_div(edge(documents), block);
+  check(blocks == there, "blocks has to be " + std::to_string(there) + ", got " + std::to_string(blocks) + ".");
+  Tensor made = torch::stable::new_empty(cu_seqlens, {2, blocks, 2}, ScalarType::Int);
+  int32_t* data = made.mutable_data_ptr<int32_t>();
+  const BlocksOfDocuments to{data, data + 2 * blocks};
+  if (own) {
+    int64_t number = 0;
+    for (int64_t d = 0; d < documents; ++d) {
+      const int64_t first = number, end = first + ceil_div(edge(d + 1) - edge(d), block);
+      for (int64_t token = edge(d); number < end; ++number, token += block)
+        to.put(number, token, std::min(block, edge(d + 1) - token), first, end);
+    }
+    return made;
+  }
+  int64_t of_first = 0, of_last = 0;  // documents of a block's first token, and of its last
+  for (int64_t number = 0; number < blocks; ++number) {
+    const int64_t token = number * block, end = std::min(token + block, edge(documents));
+    while (edge(of_first + 1) <= token) ++of_first;
+    while (edge(of_last + 1) < end) ++of_last;
+    to.put(number, token, end - token, edge(of_first) / block, ceil_div(edge(of_last + 1), block));
+  }
+  return made;
+}
+
+Tensor index_bits_of_documents(const Tensor& bits, const Tensor& ranges, bool own, bool causal) {
+  check_bits_of_documents(bits, ranges);
+  const int64_t rows = bits.size(1), words = bits.size(2) / 4, blocks = ranges.size(0), to_words = words_of(blocks);
+  Tensor made = zero_bits(bits, bits.size(0), blocks, blocks);
+  uint32_t* to = static_cast<uint32_t*>(made.mutable_data_ptr());
+  const int32_t* all_ranges = ranges.const_data_ptr<int32_t>();
+  for_lines(bits.size(0) * blocks, [&](int64_t line) {
+    const int64_t row = line % blocks;
+    const int32_t* range = all_ranges + 2 * row;
+    const Words layout = words_in(bits) + line / blocks * rows * words;
+    const int64_t end = std::min<int64_t>(to_words, ceil_div<int64_t>(range[1], 32));
+    for (int64_t w = std::max(range[0], 0) / 32; w < end; ++w)
+      to[line * to_words + w] = word_of_documents(layout, rows, words, range, row, w, own, causal);
+  });
+  return made;
+}
+
+Tensor index_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& entries) {
+  check_tile_spans(spans, lines, entries);
+  const int64_t of_lines = lines.numel(), count = of_lines + entries.numel();
+  Tensor made = torch::stable::new_empty(spans, {count, 2}, ScalarType::Int);
+  int32_t* to = made.mutable_data_ptr<int32_t>();
+  const int32_t *from = spans.const_data_ptr<int32_t>(), *line = lines.const_data_ptr<int32_t>(),
+                *entry = entries.const_data_ptr<int32_t>();
+  for (int64_t n = 0; n < count; ++n) {
+    const int32_t block = n < of_lines ? line[n] : block_of(static_cast<uint32_t>(entry[n - of_lines]));
+    const bool exists = block >= 0 && block < spans.size(0);
+    to[2 * n] = exists ? from[2 * block] : 0;
+    to[2 * n + 1] = exists ? from[2 * block + 1] : 0;
+  }
+  return made;
+}
+
 std::vector<uint32_t> transposed(Words bits, const Plan& plan) {
   const int64_t from_words = words_of(plan.columns), to_words = words_of(plan.rows);
   std::vector<uint32_t> columns(product({plan.heads, plan.columns, to_words}));
@@ -406,6 +494,9 @@ STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CPU, m) {
   m.impl("index_bits", TORCH_BOX(&ds_sparse::cpu::index_bits));
   m.impl("index_bits_of_blocks", TORCH_BOX(&ds_sparse::cpu::index_bits_of_blocks));
   m.impl("index_causal_bits", TORCH_BOX(&ds_sparse::cpu::index_causal_bits));
+  m.impl("index_documents", TORCH_BOX(&ds_sparse::cpu::index_documents));
+  m.impl("index_bits_of_documents", TORCH_BOX(&ds_sparse::cpu::index_bits_of_documents));
+  m.impl("index_tile_spans", TORCH_BOX(&ds_sparse::cpu::index_tile_spans));
   m.impl("index_plan", TORCH_BOX(&ds_sparse::cpu::index_plan));
   m.impl("index_fill", TORCH_BOX(&ds_sparse::cpu::index_fill));
 }

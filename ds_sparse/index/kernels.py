@@ -44,10 +44,15 @@ INDEX_OPERATORS = (
     "index_bits",
     "index_bits_of_blocks",
     "index_causal_bits",
+    "index_bits_of_documents",
+    "index_tile_spans",
     "index_plan",
     "index_fill",
 )
-"""Builders of indices, which `index.build` calls."""
+"""Builders of indices, which `index.build` and `index.packed` call."""
+
+HOST_OPERATORS = ("index_documents",)
+"""Those of the CPU alone."""
 
 HOPPER_OPERATORS = (
     "transpose",

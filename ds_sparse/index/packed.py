@@ -6,18 +6,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..dispatch import tile_heights
+from .._ops import ops
+from ..dispatch import HOPPER_TILE, tile_heights
 from ..tools.memory import refuse_too_large
 from .block import BlockIndex, as_index
+from .build import TilePlan
 from .cache import Refusal
 from .on_device import OnDevice
-from .packing import block_of
-from .tiles import SIDES
+from .tiles import SIDES, Tiles
 from .transforms import outside_transforms, unwrap_functorch
 
 DOCUMENT_LAYOUTS = ("own", "row")
@@ -30,6 +32,13 @@ def check_document_layout(document_layout: str) -> None:
             f"document_layout is {document_layout!r}; it has to be 'own', where each document has the layout from its "
             "own start, or 'row', where the row's layout ends at the borders of documents."
         )
+
+
+def sent_to(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device; from the CPU to a GPU nobody waits."""
+    if x.is_cpu and device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 @dataclass(frozen=True)
@@ -88,9 +97,21 @@ class Documents:
     def lengths(self) -> list[int]:
         return [end - first for first, end in pairwise(self.edges)]
 
+    def counts(self, block: int) -> list[int]:
+        """The blocks of each, the last of which may be short."""
+        return [-(-length // block) for length in self.lengths]
+
+    def in_blocks(self, block: int, document_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Blocks of the documents ("own") or of the row ("row"), int32 (N, 2) each: their first tokens and numbers of
+        tokens; the first block, and the one after the last, with which each shares a document. Nobody waits."""
+        own = document_layout == "own"
+        count = sum(self.counts(block)) if own else -(-self.tokens // block)
+        spans, ranges = sent_to(ops.index_documents(torch.tensor(self.edges), count, block, own), device)
+        return spans, ranges
+
     def of_tokens(self, device: torch.device | str) -> Tensor:
         """Begin and end of each token's document, int64 (T, 2)."""
-        edges = torch.tensor(self.edges, device=device)
+        edges = sent_to(torch.tensor(self.edges), torch.device(device))
         lengths = edges.diff()
         both = torch.stack([edges[:-1], edges[1:]], 1)
         return both.repeat_interleave(lengths, 0, output_size=self.tokens)
@@ -123,13 +144,21 @@ class PackedIndex(OnDevice):
     begins with its first token, and its last block may be short. An *aligned* number of a token counts as if short
     blocks were filled: the block's number times `block`, and the token's place in the block.
 
-    Letters: T tokens of the row, N blocks of all documents.
+    Kernels that read documents where they lie walk its `tiles`, which are made without waiting for the device; all
+    others walk its `blocks`, made at first use, as everything is but for the attributes up to `spans`.
+
+    Letters: T tokens of the row, N blocks of all documents, L layout heads of the `BlockIndex` of the layout.
 
     Attributes:
         tokens: T.
         documents: how many there are.
-        blocks: the layout of all N blocks: each document's on the diagonal, nothing elsewhere.
+        block: tokens on a block's side.
+        num_heads: heads of the layout as given; 1 means that any number of heads share it.
+        live_blocks: those of all documents, of L heads together; and those of them that are not above the diagonal.
+        layout_bits: uint8 (L, R, 4 * ceil(R / 32)). The layout, as `BlockIndex.bits`.
+        ranges: int32 (N, 2). The first block of each block's document, and the one after its last.
         spans: int32 (N, 2). Each block's first token, and its number of tokens.
+        blocks: the layout of all N blocks: each document's on the diagonal, nothing elsewhere.
         aligned: int64 (T). The aligned number of each token.
         tokens_of: int64 (N * block). The token of each aligned number, 0 where there is none.
         exists: bool (1, N * block). Whether there is one.
@@ -147,12 +176,13 @@ class PackedIndex(OnDevice):
 
     tokens: int
     documents: int
-    blocks: BlockIndex
+    block: int
+    num_heads: int
+    live_blocks: tuple[int, int]
+    layout_bits: Tensor
+    ranges: Tensor
     spans: Tensor
-    aligned: Tensor
-    tokens_of: Tensor
-    exists: Tensor
-    _made: dict[tuple[str, int, bool], Tensor] = field(init=False, default_factory=dict)
+    _made: dict[Any, Any] = field(init=False, default_factory=dict)
 
     @classmethod
     @outside_transforms
@@ -166,8 +196,8 @@ class PackedIndex(OnDevice):
     ) -> PackedIndex:
         """Builds the index of a batch.
 
-        Waits for the device twice, however many documents there are, and once more for a layout that is no `BlockIndex`
-        and not on the CPU.
+        Waits for `cu_seqlens`, where it is not on the CPU; and once for each layout, whose live blocks are counted: give
+        its `BlockIndex`, which keeps what was counted.
 
         Args:
             layout: bool, or 0 and 1 as numbers, (R, R) or (H or 1, R, R), for the longest document or more: one of l
@@ -182,55 +212,41 @@ class PackedIndex(OnDevice):
         Raises:
             TypeError: arguments of other types.
             ValueError: a layout that is smaller than a document, or not square; no block, or another than that of the
-                `BlockIndex`; `cu_seqlens` that does not ascend from 0, or ends with 0.
+                `BlockIndex`; `cu_seqlens` that does not ascend from 0, or ends with 0; `2**31` live blocks or more.
             MemoryError: it is larger than the device's memory.
         """
         documents = Documents.read(cu_seqlens)
-        tokens = documents.tokens
-        of_one = index_of_square(layout, block, max(documents.lengths), "the longest document")
+        of_one = index_of_square(layout, block, max(documents.lengths), "the longest document").ready()
         block, device = of_one.block, torch.device(of_one.device if device is None else device)
-
-        # A block's document, its number there, and its tokens: small, so made on the host.
-        lengths = torch.tensor(documents.lengths)
-        counts = -(-lengths // block)
-        document = torch.arange(len(lengths)).repeat_interleave(counts)
-        before = counts.cumsum(0) - counts
-        number = torch.arange(len(document)) - before[document]
-        first = torch.tensor(documents.edges[:-1])[document] + number * block
-        size = (lengths[document] - number * block).clamp(max=block)
+        counts = documents.counts(block)
         refuse_too_large(
-            f"An index of packed documents of {tokens} tokens in blocks of {block}",
-            3 * of_one.layout_heads * len(document) ** 2,
+            f"An index of packed documents of {documents.tokens} tokens in blocks of {block}",
+            of_one.layout_heads * sum(counts) ** 2 // 8,
             device,
             "use larger blocks, or pack fewer documents in a row",
         )
-        document, number, first, size = torch.stack([document, number, first, size]).to(device)
-
-        live = of_one.layout().to(device).index_select(1, number).index_select(2, number)
-        live &= document[:, None] == document
-        place = torch.arange(block, device=device)
-        exists = place < size[:, None]
-        tokens_of = torch.where(exists, first[:, None] + place, 0).flatten()
-        # What stands in for tokens that do not exist is written behind the last.
-        aligned = torch.empty(tokens + 1, dtype=torch.int64, device=device)
-        numbers = torch.arange(len(tokens_of), device=device)
-        aligned[torch.where(exists.flatten(), tokens_of, tokens)] = numbers
+        of_all, not_ahead = (sum(squares[n] for n in counts) for squares in live_squares(of_one))
+        if of_all >= 2**31:
+            raise ValueError(
+                f"The layout has {of_all} live blocks; the index holds fewer than 2**31. Use a larger block."
+            )
+        spans, ranges = documents.in_blocks(block, "own", device)
         return cls(
-            tokens=tokens,
-            documents=len(lengths),
-            blocks=BlockIndex.build(live, block).for_heads(of_one.num_heads),
-            spans=torch.stack([first, size], 1).int(),
-            aligned=aligned[:tokens].clone(),
-            tokens_of=tokens_of,
-            exists=exists.reshape(1, -1),
+            tokens=documents.tokens,
+            documents=len(counts),
+            block=block,
+            num_heads=of_one.num_heads,
+            live_blocks=(of_all, not_ahead),
+            layout_bits=sent_to(of_one.bits, device),
+            ranges=ranges,
+            spans=spans,
         )
 
     def __repr__(self) -> str:
-        blocks = self.blocks
-        share = blocks.live_blocks / (blocks.layout_heads * blocks.rows * blocks.columns)
+        share = self.live_blocks[0] / (len(self.layout_bits) * len(self.spans) ** 2)
         return (
-            f"PackedIndex({self.documents} documents of {self.tokens} tokens together, {blocks.rows} blocks of "
-            f"{blocks.block}, density {share:.1%}, {self.device})"
+            f"PackedIndex({self.documents} documents of {self.tokens} tokens together, {len(self.spans)} blocks of "
+            f"{self.block}, density {share:.1%}, {self.device})"
         )
 
     @property
@@ -239,9 +255,25 @@ class PackedIndex(OnDevice):
         return self.spans.device
 
     @property
-    def block(self) -> int:
-        """Tokens on a block's side."""
-        return self.blocks.block
+    def layout_heads(self) -> int:
+        """L."""
+        return len(self.layout_bits)
+
+    @property
+    def blocks(self) -> BlockIndex:
+        return self.causal_blocks(False)
+
+    @property
+    def aligned(self) -> Tensor:
+        return self._places[0]
+
+    @property
+    def tokens_of(self) -> Tensor:
+        return self._places[1]
+
+    @property
+    def exists(self) -> Tensor:
+        return self._places[2]
 
     def prepared(self, causal: bool = False) -> PackedIndex:
         """All is made that attention and its gradients walk: what is compiled or captured later cannot make it.
@@ -252,38 +284,94 @@ class PackedIndex(OnDevice):
         Returns:
             The index itself.
         """
-        blocks = self.causal_blocks(causal)
-        for tile in tile_heights("block_sparse_attention", self.device, self.block):
+        self.causal_blocks(causal)
+        _ = self._places
+        if HOPPER_TILE in tile_heights("block_sparse_attention", self.device, self.block):
             for side in SIDES:
-                blocks.tiles(side, tile)
-                self.tile_spans(side, tile, causal)
+                self.tile_spans(side, HOPPER_TILE, causal)
         return self
 
     def causal_blocks(self, causal: bool) -> BlockIndex:
-        """The blocks; with `causal` without those above the diagonal, cut at the first call."""
-        if causal and not self.blocks.has_causal:
-            self._refuse_to_make(_instead(causal))
-        return self.blocks.causal() if causal else self.blocks
+        """The blocks; with `causal` without those above the diagonal. Made at the first call, which synchronises
+        once."""
+        cut = self._cuts(causal)
+        return self._once(("blocks", cut), partial(self._make_blocks, cut), _instead(causal))
 
-    def tile_spans(self, side: str, tile: int, causal: bool) -> Tensor:
-        """The spans of the blocks that tiles' lines and entries are, made at the first call.
+    def tiles(self, side: str, tile: int, causal: bool) -> Tiles:
+        """The tiles of a side, without the blocks above the diagonal if `causal`; made at the first call, without
+        waiting: operators take them as bounded.
 
         Args:
-            side, tile: of the tiles, as `BlockIndex.tiles` has them.
-            causal: of `causal_blocks`.
+            side, tile: as of `BlockIndex.tiles`.
+            causal: as of `causal_blocks`.
+        """
+        cut = self._cuts(causal)
+        return self._once(("tiles", tile, cut), partial(self._make_tiles, tile, cut), _instead(causal))[side]
+
+    def tile_spans(self, side: str, tile: int, causal: bool) -> Tensor:
+        """The spans of the blocks that lines and entries of `tiles` are, made at the first call.
+
+        Args:
+            side, tile, causal: as of `tiles`.
 
         Returns:
             int32 (lines + E, 2), those of lines first, zeros where a tile is not filled: for kernels, which would have
             to wait for a block's number before they could look its span up.
         """
-        key = side, tile, causal
-        return self._once(key, partial(self._make_tile_spans, *key), _instead(causal))
+        key = side, tile, self._cuts(causal)
+        return self._once(("spans", *key), partial(self._make_tile_spans, *key), _instead(causal))
+
+    def _cuts(self, causal: bool) -> bool:
+        """Tells if causality leaves blocks out."""
+        of_all, not_ahead = self.live_blocks
+        return causal and not_ahead < of_all
+
+    @property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._once("places", self._make_places, _instead(False))
 
     @outside_transforms
-    def _make_tile_spans(self, side: str, tile: int, causal: bool) -> Tensor:
-        tiles = self.causal_blocks(causal).tiles(side, tile)
-        of_lines = self.spans.index_select(0, tiles.lines.clamp(min=0)) * (tiles.lines >= 0)[:, None]
-        return torch.cat([of_lines, self.spans.index_select(0, block_of(tiles.entries))])
+    def _make_places(self) -> tuple[Tensor, Tensor, Tensor]:
+        first, size = self.spans.long().unsqueeze(-1).unbind(1)
+        place = torch.arange(self.block, device=self.device)
+        exists = place < size
+        tokens_of = torch.where(exists, first + place, 0).flatten()
+        # What stands in for tokens that do not exist is written behind the last.
+        aligned = torch.empty(self.tokens + 1, dtype=torch.int64, device=self.device)
+        numbers = torch.arange(len(tokens_of), device=self.device)
+        aligned[torch.where(exists.flatten(), tokens_of, self.tokens)] = numbers
+        return aligned[: self.tokens].clone(), tokens_of, exists.reshape(1, -1)
+
+    def _bits(self, cut: bool) -> Tensor:
+        return ops.index_bits_of_documents(self.layout_bits, self.ranges, True, cut)
+
+    @outside_transforms
+    def _make_blocks(self, cut: bool) -> BlockIndex:
+        return BlockIndex._of_bits(self._bits(cut), len(self.spans), self.block, self.num_heads)
+
+    @outside_transforms
+    def _make_tiles(self, tile: int, cut: bool) -> dict[str, Tiles]:
+        plan = TilePlan.of(self._bits(cut), len(self.spans), self.block, [tile], bounded=True)
+        return {side: tiles for (side, _), tiles in plan.fill(len(plan.bits), [self.live_blocks[cut]]).items()}
+
+    @outside_transforms
+    def _make_tile_spans(self, side: str, tile: int, cut: bool) -> Tensor:
+        tiles = self.tiles(side, tile, cut)
+        return ops.index_tile_spans(self.spans, tiles.lines, tiles.entries)
+
+
+def live_squares(index: BlockIndex) -> tuple[list[int], list[int]]:
+    """By n, the live blocks of the top-left n x n, of all stored heads together; and those of them that are not above
+    the diagonal. Counted at the first call, which waits for the device, and kept with the index."""
+    return index._once("squares", partial(_count_squares, index))
+
+
+@outside_transforms
+def _count_squares(index: BlockIndex) -> tuple[list[int], list[int]]:
+    live = index.layout()
+    in_rows, in_columns = live.tril().sum((0, 2)), live.triu(1).sum((0, 1))
+    of_all, not_ahead = torch.stack([in_rows + in_columns, in_rows]).cumsum(1).tolist()
+    return [0, *of_all], [0, *not_ahead]
 
 
 def _instead(causal: bool) -> str:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._ops import ops
 from ..native import instruction_set
 from ..tools.block_sizes import BLOCK_SIZES
 from ..tools.memory import refuse_too_large
 from ..tools.wording import listed
 from .block import BlockIndex
 from .on_device import OnDevice
-from .packed import Documents, index_of_square
+from .packed import Documents, index_of_square, sent_to
 from .transforms import outside_transforms
 from .window_sizes import Numbers, global_numbers, of_heads
 
@@ -180,22 +181,16 @@ def index_of_row(
     token. The layout, as of `PackedIndex.build`, has the row's blocks or more, of which the top-left ones count. Raises
     TypeError or ValueError for what does not fit."""
     documents = Documents.read(cu_seqlens).check_fills(tokens)
-    of_row = index_of_square(layout, block, tokens, "a row")
-    block = of_row.block
-    wanted = -(-tokens // block)
-    limits = documents.of_tokens(device)
-    first, end = pad(limits.T, (0, -tokens % block), mode="replicate").unflatten(1, (wanted, block))
-    first, end = first.amin(1), end.amax(1)
-    share = (first[:, None] < end) & (first < end[:, None])
-    live = of_row.layout()[:, :wanted, :wanted].to(device) & share
-    blocks = BlockIndex.build(live, block).for_heads(of_row.num_heads)
+    of_row = index_of_square(layout, block, tokens, "a row").ready()
+    _, ranges = documents.in_blocks(of_row.block, "row", device)
+    bits = ops.index_bits_of_documents(sent_to(of_row.bits, device), ranges, False, causal)
     return WindowIndex(
         tokens=tokens,
         causal=causal,
         num_heads=of_row.num_heads,
         num_global=0,
-        blocks=blocks.causal() if causal else blocks,
-        limits=limits.int().unsqueeze(0),
+        blocks=BlockIndex._of_bits(bits, len(ranges), of_row.block, of_row.num_heads),
+        limits=documents.of_tokens(device).int().unsqueeze(0),
         order=None,
         inverse=None,
         places=None,

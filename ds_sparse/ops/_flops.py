@@ -35,8 +35,8 @@ def attention_flops(query: Tensor, live_blocks: int, layout_heads: int, block: i
     return each * head_dim * batch * heads * live_blocks * block**2 // layout_heads
 
 
-def live_blocks(entries: Tensor) -> int:
-    """The live blocks of tiles, one for each owner bit of their entries; waits for the device.
+def live_blocks(entries: Tensor, units: Tensor) -> int:
+    """The live blocks of tiles, one for each owner bit of their units' entries; waits for the device.
 
     Raises:
         RuntimeError: the entries have no values.
@@ -46,6 +46,7 @@ def live_blocks(entries: Tensor) -> int:
             "FlopCounterMode has to know the live blocks of attention, and the layout's index has no values here; "
             "build it outside of FakeTensorMode, and give meta tensors an index on the CPU."
         )
+    entries = entries[: int(units[:, 2].sum())]
     return sum(int(owner_bit(entries, line).sum()) for line in range(MAX_LINES))
 
 
@@ -55,20 +56,10 @@ def attention(each: int) -> Callable[[SimpleNamespace], int]:
     def formula(x: SimpleNamespace) -> int:
         # Arguments at their defaults may be missing.
         of_sequences = x.query.shape[0] if getattr(x, "by_sequence", False) else 1
-        entries = _that_are_there(x) if getattr(x, "bounded", False) else x.row_entries
-        return attention_flops(x.query, live_blocks(entries), of_sequences * x.layout_heads, x.block, each)
+        live = live_blocks(x.row_entries, x.row_units)
+        return attention_flops(x.query, live, of_sequences * x.layout_heads, x.block, each)
 
     return formula
-
-
-def _that_are_there(x: SimpleNamespace) -> Tensor:
-    """The entries that units name: behind them bounded tiles have space."""
-    tile, first, count, _ = x.row_units.long().unbind(1)
-    edges = x.row_entries.new_zeros(len(x.row_entries) + 1)
-    named = (tile >= 0) & (count > 0)
-    edges.index_add_(0, first[named], torch.ones_like(first[named], dtype=edges.dtype))
-    edges.index_add_(0, (first + count)[named], -torch.ones_like(first[named], dtype=edges.dtype))
-    return x.row_entries[edges.cumsum(0)[:-1] > 0]
 
 
 def attention_on_layout(each: int) -> Callable[[SimpleNamespace], int]:

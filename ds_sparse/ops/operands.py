@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..dispatch import Call, dtypes_on, largest_head_dim
-from ..index import BlockIndex
+from ..index import BlockIndex, PackedIndex
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts
 from ..index.tiles import Tiles
@@ -98,7 +98,7 @@ def broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
     return True
 
 
-def check_heads(index: BlockIndex | MasterLayout | Parts, query: torch.Tensor, key: torch.Tensor) -> None:
+def check_heads(index: BlockIndex | PackedIndex | MasterLayout | Parts, query: torch.Tensor, key: torch.Tensor) -> None:
     """Raises ValueError unless the layout is for query's heads, and its sequences."""
     heads, given = query.shape[1], index.num_heads
     if isinstance(index, BlockIndex):
@@ -280,7 +280,7 @@ def lists_of_tiles(tiles: Tiles) -> tuple[torch.Tensor, ...]:
     return tiles.lines, tiles.entries, tiles.units, tiles.cuts
 
 
-def call_on(index: BlockIndex, dense: torch.Tensor, *others: torch.Tensor) -> Call:
+def call_on(index: BlockIndex | PackedIndex, dense: torch.Tensor, *others: torch.Tensor) -> Call:
     """A call on the blocks of an index, of dense operands (B, H, T, D); of meta tensors it is one on the index's
     device."""
     device = index.device if dense.is_meta else dense.device

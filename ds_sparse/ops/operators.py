@@ -171,6 +171,11 @@ OPERATORS: dict[str, Operator] = {
     "index_bits": Operator(lambda x: _bits(x.layout, x.layout.shape[2])),
     "index_bits_of_blocks": Operator(lambda x: _bits(x.block_indices, x.columns)),
     "index_causal_bits": Operator(_like("bits")),
+    "index_documents": Operator(lambda x: x.cu_seqlens.new_empty(2, x.blocks, 2, dtype=torch.int32)),
+    "index_bits_of_documents": Operator(
+        lambda x: x.bits.new_empty(len(x.bits), len(x.ranges), 4 * _ceil_div(len(x.ranges), 32))
+    ),
+    "index_tile_spans": Operator(lambda x: x.spans.new_empty(len(x.lines) + len(x.entries), 2)),
     "index_plan": Operator(_index_plan),
     "index_fill": Operator(_index_fill),
     "transpose": Operator(_like("x")),

@@ -47,18 +47,22 @@ def packed_attention(
         check_heads(of_row.blocks, query, key)
         return as_given(attend_in_window(call, fitting_window(of_row, query)))
     index = _own_index(layout, row, block, query)
-    check_heads(index.blocks, query, key)
-    exists = index.exists[0]
-    back = index.aligned, index.tokens_of, None, exists
+    check_heads(index, query, key)
     if call.sinks is None and is_read_in_place(index, query, call.scale, call.dropout_p):
         query, key, value = distinct_when_traced(query, key, value)
         output, lse = attention_in_place(query, key, value, index, call.scale, causal)
     else:
-        query, key, value = (_Moved.apply(x, index.tokens_of, index.aligned, exists, None) for x in (query, key, value))
+        there = index.tokens_of, index.aligned, index.exists[0], None
+        query, key, value = (_Moved.apply(x, *there) for x in (query, key, value))
         call = call._replace(query=query, key=key, value=value, key_padding_mask=index.exists)
         output, lse = attend(call, index.causal_blocks(causal))
-        output = _Moved.apply(output, *back)
-    return (as_given(output), as_given(_Moved.apply(lse, *back))) if return_lse else as_given(output)
+        output = _back(output, index)
+    return (as_given(output), as_given(_back(lse, index))) if return_lse else as_given(output)
+
+
+def _back(x: Tensor, index: PackedIndex) -> Tensor:
+    """Results by aligned numbers, (1, H, N * block, ...), as those of the row."""
+    return _Moved.apply(x, index.aligned, index.tokens_of, None, index.exists[0])
 
 
 def goes_by_places(name: str) -> str:
@@ -140,7 +144,7 @@ def is_read_in_place(index: PackedIndex, query: Tensor, scale: float, dropout_p:
     """True where a kernel reads these documents, (1, H, T, D), where they lie."""
     if scale <= LEAST_SCALE or dropout_p > 0:
         return False
-    return choose("block_sparse_attention", call_on(index.blocks, query)).name == "hopper"
+    return choose("block_sparse_attention", call_on(index, query)).name == "hopper"
 
 
 def attention_in_place(
@@ -155,22 +159,20 @@ def attention_in_place(
 
 
 def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, causal):
-    blocks = index.causal_blocks(causal)
-    tile = choose("block_sparse_attention", call_on(blocks, query)).tile(blocks.block)
+    tile = choose("block_sparse_attention", call_on(index, query)).tile(index.block)
     return ops.packed_attention_forward(
         query, key, value, index.spans, index.tile_spans("rows", tile, causal),
-        *lists_of_tiles(blocks.tiles("rows", tile)), blocks.layout_heads, blocks.block, scale, causal,
+        *lists_of_tiles(index.tiles("rows", tile, causal)), index.layout_heads, index.block, scale, causal, True,
     )  # fmt: skip
 
 
 def _gradients(index, *call, wanted, forced):
     *saved, _, _, _, _, scale, causal = call
-    blocks = index.causal_blocks(causal)
-    tile = choose("block_sparse_attention", call_on(blocks, saved[2]), "hopper").tile(blocks.block)
+    tile = choose("block_sparse_attention", call_on(index, saved[2]), "hopper").tile(index.block)
     grads = ops.packed_attention_backward(
         *saved, index.spans, *(index.tile_spans(side, tile, causal) for side in SIDES),
-        *(x for side in SIDES for x in lists_of_tiles(blocks.tiles(side, tile))),
-        blocks.layout_heads, blocks.block, scale, causal, torch.are_deterministic_algorithms_enabled(),
+        *(x for side in SIDES for x in lists_of_tiles(index.tiles(side, tile, causal))),
+        index.layout_heads, index.block, scale, causal, torch.are_deterministic_algorithms_enabled(), True,
     )  # fmt: skip
     return *grads, None
 

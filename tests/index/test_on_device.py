@@ -53,7 +53,7 @@ def test_copies_and_pickles_hold_what_it_holds(kind: str, device: str):
 
 @pytest.mark.parametrize("kind", ["documents", "window"])
 def test_what_an_index_holds_is_counted_with_the_blocks_in_it(kind: str):
-    index = MAKE[kind]()
+    index = prepared(MAKE[kind]())
     held = {id(x) for x in index._held()}
     assert {id(x) for x in index.blocks._held()} < held
     assert {id(x) for x in vars(index).values() if isinstance(x, torch.Tensor)} < held
