@@ -196,8 +196,8 @@ class PackedIndex(OnDevice):
     ) -> PackedIndex:
         """Builds the index of a batch.
 
-        Waits for `cu_seqlens`, where it is not on the CPU; and once for each layout, whose live blocks are counted: give
-        its `BlockIndex`, which keeps what was counted.
+        Waits for `cu_seqlens`, where it is not on the CPU; and once for each layout, to count its live blocks: give its
+        `BlockIndex`, which keeps their numbers.
 
         Args:
             layout: bool, or 0 and 1 as numbers, (R, R) or (H or 1, R, R), for the longest document or more: one of l

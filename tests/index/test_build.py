@@ -18,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ds_sparse.ops  # noqa: F401  # results without values
 from ds_sparse._ops import ops
 from ds_sparse.index.build import NUMBERS
-from ds_sparse.index.kernels import INDEX_OPERATORS
+from ds_sparse.index.kernels import HOST_OPERATORS, INDEX_OPERATORS
 from ds_sparse.layout import unpack_bits
-from ds_sparse.ops.operators import OPERATORS
 
 SIDES = (["rows"], ["columns"], ["rows", "columns"])
 
@@ -181,21 +180,25 @@ def arguments(device: str = "cpu") -> dict[str, dict[str, Any]]:
     totals = counts[6:22].view(4, 4)[:, :3]
     assert totals.all()
     blocks = torch.arange(24, device=device).view(2, 4, 3)
+    # Three documents, of 2, 0 and 1 blocks.
+    cu_seqlens = torch.tensor([0, 20, 20, 36])
+    spans = torch.tensor([[0, 16], [16, 4], [20, 16]], dtype=torch.int32, device=device)
+    ranges = torch.tensor([[0, 2], [0, 2], [2, 3]], dtype=torch.int32, device=device)
+    lines = torch.tensor([1, 0, -1, 2], dtype=torch.int32, device=device)
     filled = {"layout_heads": 2, "sizes": totals.flatten().tolist()}
     return {
         "index_bits": {"layout": layout.to(device), "causal": True},
         "index_bits_of_blocks": {"block_indices": blocks, "columns": 50, "causal": False},
         "index_causal_bits": {"bits": bits},
+        "index_documents": {"cu_seqlens": cu_seqlens, "blocks": 3, "block": 16, "own": True},
+        "index_bits_of_documents": {"bits": bits, "ranges": ranges, "own": True, "causal": False},
+        "index_tile_spans": {"spans": spans, "lines": lines, "entries": lines},
         "index_plan": {"bits": bits, **call},
         "index_fill": {"bits": bits, "plan": plan, "counts": counts, **call, **filled},
     }
 
 
-def test_each_builder_is_known_to_traces():
-    assert set(INDEX_OPERATORS) <= set(OPERATORS)
-
-
-@pytest.mark.parametrize("operator", INDEX_OPERATORS)
+@pytest.mark.parametrize("operator", INDEX_OPERATORS + HOST_OPERATORS)
 def test_opcheck(device: str, operator: str):
     target, given = getattr(ops, operator).default, tuple(arguments(device)[operator].values())
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -228,6 +231,31 @@ REFUSED = {
         ("bits has to have whole words of 32 bits", {"bits": torch.ones(1, 4, 6, dtype=torch.uint8)}),
     ],
 }
+DOCUMENTS = {
+    "index_documents": [
+        ("cu_seqlens has 2 dimensions", {"cu_seqlens": torch.zeros(1, 3, dtype=torch.int32)}),
+        ("cu_seqlens has to be int32 or int64", {"cu_seqlens": torch.zeros(3)}),
+        ("cu_seqlens has to be contiguous", {"cu_seqlens": torch.zeros(6, dtype=torch.int64)[::2]}),
+        ("cu_seqlens has to have one document at least", {"cu_seqlens": torch.zeros(1, dtype=torch.int32)}),
+        ("cu_seqlens has to ascend from 0", {"cu_seqlens": torch.tensor([0, 20, 10])}),
+        ("cu_seqlens has to ascend from 0", {"cu_seqlens": torch.tensor([-1, 20])}),
+        ("cu_seqlens has to ascend from 0", {"cu_seqlens": torch.tensor([0, 2**31])}),
+        ("block has to be a power of two", {"block": 12}),
+        ("blocks has to be 3, got 4", {"blocks": 4}),
+        ("blocks has to be 3, got -1", {"blocks": -1}),
+    ],
+    "index_bits_of_documents": [
+        *REFUSED["index_causal_bits"],
+        ("ranges has 1 dimensions", {"ranges": torch.zeros(4, dtype=torch.int32)}),
+        ("ranges has size 3 in dimension 1", {"ranges": torch.zeros(4, 3, dtype=torch.int32)}),
+        ("ranges has to be int32", {"ranges": torch.zeros(4, 2)}),
+    ],
+    "index_tile_spans": [
+        ("spans has size 3 in dimension 1", {"spans": torch.zeros(4, 3, dtype=torch.int32)}),
+        ("lines has to be int32", {"lines": torch.zeros(4)}),
+        ("entries has 2 dimensions", {"entries": torch.zeros(4, 1, dtype=torch.int32)}),
+    ],
+}
 PLANS = [
     *REFUSED["index_causal_bits"],
     ("bits has size 16 in dimension 2; it has to be 12", {"columns": 96}),
@@ -258,14 +286,15 @@ FILLS = [
     ("operator", "sentence", "changed"),
     [
         (operator, *case)
-        for operator, cases in (REFUSED | {"index_plan": PLANS, "index_fill": [*PLANS, *FILLS]}).items()
+        for operator, cases in (REFUSED | DOCUMENTS | {"index_plan": PLANS, "index_fill": [*PLANS, *FILLS]}).items()
         for case in cases
     ],
 )
 def test_what_is_refused(device: str, operator: str, sentence: str, changed: dict[str, Any]):
     call, fitting = getattr(ops, operator), arguments(device)[operator]
     call(**fitting)
-    spoiled = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
+    on = "cpu" if operator in HOST_OPERATORS else device
+    spoiled = {name: x.to(on) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
     with pytest.raises(RuntimeError, match=sentence):
         call(**(fitting | spoiled))
 

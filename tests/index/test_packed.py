@@ -4,14 +4,92 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import EXAMPLES, generator
+from hypothesis import given
+from hypothesis import strategies as st
+from tile_reference import tile_sets
 
 from ds_sparse import BlockIndex, PackedIndex, WindowIndex
 from ds_sparse.index.packed import Documents
+from ds_sparse.index.tiles import SIDES
 from ds_sparse.index.window import index_of_row
 from ds_sparse.tools import memory
 
 CU_SEQLENS = torch.tensor([0, 20, 20, 36, 41], dtype=torch.int32)
 LAYOUT = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths of documents, some without tokens, and a layout, bool (heads, R, R), for the longest of them and for the
+    row, with blocks of 8."""
+    lengths = draw(st.lists(st.sampled_from((0, 1, 7, 8, 9, 64, 257)) | st.integers(0, 700), min_size=1, max_size=8))
+    lengths = torch.tensor([*lengths, draw(st.integers(1, 300))])
+    rng, heads, rows = generator(draw), draw(st.integers(1, 3)), -(-int(lengths.sum()) // 8) + draw(st.integers(0, 40))
+    live = torch.rand(heads, rows, rows, generator=rng) < draw(st.sampled_from((0.0, 0.03, 0.5, 1.0)))
+    return lengths, live.tril() if draw(st.booleans()) else live
+
+
+def edges_of(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+@EXAMPLES
+@given(batch=batches(), block=st.sampled_from((8, 16, 64)), causal=st.booleans(), wide=st.booleans())
+def test_all_of_it_is_as_composed_of_pytorchs_operations(
+    device: str, batch: tuple[torch.Tensor, torch.Tensor], block: int, causal: bool, wide: bool
+):
+    lengths, live = batch
+    cu_seqlens = edges_of(lengths)
+    counts = -(-lengths // block)
+    document = torch.arange(len(lengths)).repeat_interleave(counts)
+    end = counts.cumsum(0)[document]
+    begin = end - counts[document]
+    number = torch.arange(len(document)) - begin
+    spans = torch.stack([cu_seqlens[document] + number * block, (lengths[document] - number * block).clamp(max=block)])
+    expected = live[:, number][:, :, number] & (document[:, None] == document)
+    expected = expected.tril() if causal else expected
+
+    index = PackedIndex.build(live.to(device), cu_seqlens if wide else cu_seqlens.int(), block)
+    assert index.documents == len(lengths) and index.tokens == lengths.sum()
+    assert index.spans.tolist() == spans.T.tolist() and index.ranges.tolist() == torch.stack([begin, end], 1).tolist()
+    blocks = index.causal_blocks(causal)
+    assert torch.equal(blocks.layout().cpu().expand_as(expected), expected)
+    assert blocks.live_blocks * expected.shape[0] == expected.sum() * blocks.layout_heads
+    place = torch.arange(block)
+    exists = place < spans[1][:, None]
+    assert torch.equal(index.exists.cpu(), exists.view(1, -1))
+    assert torch.equal(index.tokens_of.cpu().view(-1, block)[exists], torch.arange(index.tokens))
+    assert torch.equal(index.aligned.cpu(), exists.flatten().nonzero().flatten())
+
+    stored, tile = expected[: index.layout_heads], 8 * block
+    bounded = zip(SIDES, tile_sets(stored, block, [tile], list(SIDES), limited=True))
+    assert index.live_blocks[index._cuts(causal)] == stored.sum()
+    for side, wanted in bounded:
+        tiles, count, cuts = index.tiles(side, tile, causal), len(wanted.units), len(wanted.cuts)
+        assert tiles.lines.tolist() == wanted.lines and len(tiles.entries) == stored.sum() >= len(wanted.entries)
+        assert [x % 2**32 for x in tiles.entries[: len(wanted.entries)].tolist()] == wanted.entries
+        assert tiles.units[:count].tolist() == wanted.units and tiles.cuts[:cuts].tolist() == wanted.cuts
+        assert len(tiles.units) > count
+        assert tiles.units[count:].tolist() == [[-1, count, 0, 0]] * (len(tiles.units) - count)
+
+
+@EXAMPLES
+@given(batch=batches(), block=st.sampled_from((8, 16, 64)), causal=st.booleans())
+def test_a_rows_layout_is_as_composed_of_pytorchs_operations(
+    device: str, batch: tuple[torch.Tensor, torch.Tensor], block: int, causal: bool
+):
+    lengths, live = batch
+    tokens = int(lengths.sum())
+    rows = -(-tokens // block)
+    document = torch.arange(len(lengths)).repeat_interleave(lengths)
+    first, last = document[::block], document[(torch.arange(1, rows + 1) * block - 1).clamp(max=tokens - 1)]
+    expected = live[:, :rows, :rows] & (first[:, None] <= last) & (first <= last[:, None])
+    expected = expected.tril() if causal else expected
+
+    index = index_of_row(live.to(device), edges_of(lengths), block, tokens, causal, torch.device(device))
+    assert torch.equal(index.blocks.layout().cpu().expand_as(expected), expected)
+    assert torch.equal(index.limits[0].cpu(), edges_of(lengths).int()[torch.stack([document, document + 1], 1)])
 
 
 def test_each_document_has_the_layouts_corner_and_nothing_of_others():

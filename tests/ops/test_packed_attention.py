@@ -126,6 +126,29 @@ def test_documents_are_read_where_they_lie_and_nothing_else_is_written(device: s
             torch.testing.assert_close(one, by_copies, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_waits_for_a_new_batch_whose_lengths_the_host_knows(device: str, causal: bool):
+    if not is_hopper(device):
+        pytest.skip("others copy, and wait for the number of live blocks")
+    query, key, value = operands(device, dtype=torch.bfloat16, head_dim=64)
+    layout = BlockIndex.build(LAYOUT.to(device), 16)
+
+    def run(lengths: tuple[int, ...]) -> torch.Tensor:
+        cu_seqlens = cu_seqlens_of(lengths, "cpu")
+        output, lse = block_sparse_attention(
+            query, key, value, layout, cu_seqlens=cu_seqlens, causal=causal, return_lse=True
+        )
+        return torch.autograd.grad((output.sum(), lse.sum()), (query, key, value))[0]
+
+    run(LENGTHS[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(LENGTHS[0][::-1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dropout_of_packed_documents_is_replayed_backwards(device: str, dtype: torch.dtype):
     cu_seqlens = cu_seqlens_of(LENGTHS[0], device)
