@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "checks.h"
@@ -109,19 +110,42 @@ constexpr uint32_t bits_between(int64_t number, int64_t begin, int64_t end) {
 }
 
 // Word `number` of a block row of packed documents, which has live blocks from range[0] to range[1] - 1 alone: those of
-// the layout of one document, whose first block is range[0] (`own`), or of the row's layout. `rows` and `words` are the
-// layout's, of one head.
+// the layout of one document, whose first block is range[0] (`own`), or of the row's layout; all, where it is null.
+// `rows` and `words` are the layout's, of one head.
 constexpr uint32_t word_of_documents(
     const uint32_t* layout, int64_t rows, int64_t words, const int32_t* range, int64_t row, int64_t number, bool own,
     bool causal) {
   const int64_t shift = own ? range[0] : 0, line = row - shift;
   const int64_t end = causal && row < range[1] ? row + 1 : range[1];
   const uint32_t within = bits_between(number, range[0], end);
+  if (layout == nullptr) return within;
   if (within == 0 || line < 0 || line >= rows) return 0;
   const int64_t first = 32 * number - shift, word = first >> 5, bit = first & 31;
   const uint32_t low = word >= 0 && word < words ? layout[line * words + word] : 0;
   const uint32_t high = bit > 0 && word >= -1 && word + 1 < words ? layout[line * words + word + 1] : 0;
   return (low >> bit | (bit > 0 ? high << (32 - bit) : 0)) & within;
+}
+
+// The document of a token, which has to exist, by where documents begin.
+constexpr int64_t document_of(const int32_t* edges, int64_t documents, int64_t token) {
+  int64_t least = 0, most = documents - 1;
+  while (least < most) {
+    const int64_t middle = (least + most + 1) / 2;
+    if (edges[middle] <= token)
+      least = middle;
+    else
+      most = middle - 1;
+  }
+  return least;
+}
+
+// The first token, and the one after the last, that are in a token's document and at most `window` away.
+constexpr void limits_of(
+    const int32_t* edges, int64_t documents, int64_t token, int64_t window, int32_t& first, int32_t& end) {
+  const int64_t document = document_of(edges, documents, token);
+  const int64_t earliest = token - window, after = token + window + 1;
+  first = earliest > edges[document] ? static_cast<int32_t>(earliest) : edges[document];
+  end = after < edges[document + 1] ? static_cast<int32_t>(after) : edges[document + 1];
 }
 
 // One side of a layout, and where a plan has what belongs to it, in int32s.
@@ -204,9 +228,20 @@ inline void check_bits(const Tensor& bits) {
   check(bits.size(2) % 4 == 0, "bits has to have whole words of 32 bits.");
 }
 
-inline void check_bits_of_documents(const Tensor& bits, const Tensor& ranges) {
-  check_bits(bits);
-  check_rows(ranges, 2, bits, "ranges");
+// bits: of the layout, perhaps none. Returns their heads.
+inline int64_t check_bits_of_documents(const std::optional<Tensor>& bits, const Tensor& ranges) {
+  check_rows(ranges, 2, ranges, "ranges");
+  if (!bits) return 1;
+  check_bits(*bits);
+  check(bits->device() == ranges.device(), "bits has to be on the device of ranges.");
+  return bits->size(0);
+}
+
+inline void check_limits(const Tensor& cu_seqlens, const Tensor& windows, int64_t tokens) {
+  check_list(cu_seqlens, cu_seqlens, "cu_seqlens");
+  check_list(windows, cu_seqlens, "windows");
+  check(cu_seqlens.size(0) > 1, "cu_seqlens has to have one document at least.");
+  check(tokens > 0 && tokens <= INT32_MAX, "tokens has to be 1 or more, and less than 2**31.");
 }
 
 inline void check_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& entries) {

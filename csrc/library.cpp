@@ -52,15 +52,20 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def("index_causal_bits(Tensor bits) -> Tensor");
 
   // The blocks of documents that are packed in one row, cu_seqlens (documents + 1) int32 or int64, ascending from 0; on
-  // the CPU alone, as the host has to know it. own: blocks are the documents' own, else those of the row.
+  // the CPU alone, as the host has to know it. own: blocks are the documents' own, else those of the row, whose tokens
+  // see up to `window` others before and after.
   // -> int32 (2, blocks, 2): each block's first token and number of tokens, as spans below; then the first block, and
-  // the one after the last, with which it shares a document.
-  m.def("index_documents(Tensor cu_seqlens, int blocks, int block, bool own) -> Tensor");
+  // the one after the last, of which its tokens may see some.
+  m.def("index_documents(Tensor cu_seqlens, int blocks, int block, bool own, int window) -> Tensor");
 
   // bits of the blocks of packed documents, ranges int32 (N, 2) saying with which others each may be live, as above.
-  // bits: of the layout that each document has from its own start (own), or of the row's; causal: without those above
-  // the diagonal. -> uint8 (L, N, 4 * ceil(N / 32))
-  m.def("index_bits_of_documents(Tensor bits, Tensor ranges, bool own, bool causal) -> Tensor");
+  // bits: of the layout that each document has from its own start (own), or of the row's, none: all is live; causal:
+  // without those above the diagonal. -> uint8 (L, N, 4 * ceil(N / 32))
+  m.def("index_bits_of_documents(Tensor? bits, Tensor ranges, bool own, bool causal) -> Tensor");
+
+  // The first token, and the one after the last, that are in each token's document and at most windows[l] away.
+  // cu_seqlens (documents + 1), which begins with 0 and ends with tokens, and windows (L), int32 -> int32 (L, tokens, 2)
+  m.def("index_limits(Tensor cu_seqlens, Tensor windows, int tokens) -> Tensor");
 
   // spans int32 (N, 2) of the blocks that lines and then entries of tiles are, zeros where there is no such block.
   // -> int32 (lines + E, 2)

@@ -93,7 +93,7 @@ struct BlocksOfDocuments {
   }
 };
 
-Tensor index_documents(const Tensor& cu_seqlens, int64_t blocks, int64_t block, bool own) {
+Tensor index_documents(const Tensor& cu_seqlens, int64_t blocks, int64_t block, bool own, int64_t window) {
   check_block(block);
   check_dim(cu_seqlens, 1, "cu_seqlens");
   const bool wide = cu_seqlens.scalar_type() == ScalarType::Long;
@@ -113,6 +113,7 @@ Tensor index_documents(const Tensor& cu_seqlens, int64_t blocks, int64_t block, 
   }
   check(ascends, "cu_seqlens has to ascend from 0 to less than 2**31.");
   const int64_t there = own ? of_documents : ceil_div(edge(documents), block);
+  check(window >= 0, "window has to be 0 or more.");
   check(blocks == there, "blocks has to be " + std::to_string(there) + ", got " + std::to_string(blocks) + ".");
   Tensor made = torch::stable::new_empty(cu_seqlens, {2, blocks, 2}, ScalarType::Int);
   int32_t* data = made.mutable_data_ptr<int32_t>();
@@ -131,26 +132,39 @@ Tensor index_documents(const Tensor& cu_seqlens, int64_t blocks, int64_t block, 
     const int64_t token = number * block, end = std::min(token + block, edge(documents));
     while (edge(of_first + 1) <= token) ++of_first;
     while (edge(of_last + 1) < end) ++of_last;
-    to.put(number, token, end - token, edge(of_first) / block, ceil_div(edge(of_last + 1), block));
+    const int64_t first = std::max(edge(of_first), token - window), after = std::min(edge(of_last + 1) - end, window);
+    to.put(number, token, end - token, first / block, ceil_div(end + after, block));
   }
   return made;
 }
 
-Tensor index_bits_of_documents(const Tensor& bits, const Tensor& ranges, bool own, bool causal) {
-  check_bits_of_documents(bits, ranges);
-  const int64_t rows = bits.size(1), words = bits.size(2) / 4, blocks = ranges.size(0), to_words = words_of(blocks);
-  Tensor made = zero_bits(bits, bits.size(0), blocks, blocks);
+Tensor index_bits_of_documents(const std::optional<Tensor>& bits, const Tensor& ranges, bool own, bool causal) {
+  const int64_t heads = check_bits_of_documents(bits, ranges), blocks = ranges.size(0), to_words = words_of(blocks);
+  const int64_t rows = bits ? bits->size(1) : 0, words = bits ? bits->size(2) / 4 : 0;
+  Tensor made = zero_bits(ranges, heads, blocks, blocks);
   uint32_t* to = static_cast<uint32_t*>(made.mutable_data_ptr());
   const int32_t* all_ranges = ranges.const_data_ptr<int32_t>();
-  for_lines(bits.size(0) * blocks, [&](int64_t line) {
+  for_lines(heads * blocks, [&](int64_t line) {
     const int64_t row = line % blocks;
     const int32_t* range = all_ranges + 2 * row;
-    const Words layout = words_in(bits) + line / blocks * rows * words;
+    const Words layout = bits ? words_in(*bits) + line / blocks * rows * words : nullptr;
     const int64_t end = std::min<int64_t>(to_words, ceil_div<int64_t>(range[1], 32));
     for (int64_t w = std::max(range[0], 0) / 32; w < end; ++w)
       to[line * to_words + w] = word_of_documents(layout, rows, words, range, row, w, own, causal);
   });
   return made;
+}
+
+Tensor index_limits(const Tensor& cu_seqlens, const Tensor& windows, int64_t tokens) {
+  check_limits(cu_seqlens, windows, tokens);
+  const int64_t heads = windows.size(0), documents = cu_seqlens.size(0) - 1;
+  Tensor limits = torch::stable::new_empty(cu_seqlens, {heads, tokens, 2}, ScalarType::Int);
+  int32_t* to = limits.mutable_data_ptr<int32_t>();
+  const int32_t *edges = cu_seqlens.const_data_ptr<int32_t>(), *window = windows.const_data_ptr<int32_t>();
+  for_lines(heads * tokens, [&](int64_t n) {
+    limits_of(edges, documents, n % tokens, window[n / tokens], to[2 * n], to[2 * n + 1]);
+  });
+  return limits;
 }
 
 Tensor index_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& entries) {
@@ -496,6 +510,7 @@ STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CPU, m) {
   m.impl("index_causal_bits", TORCH_BOX(&ds_sparse::cpu::index_causal_bits));
   m.impl("index_documents", TORCH_BOX(&ds_sparse::cpu::index_documents));
   m.impl("index_bits_of_documents", TORCH_BOX(&ds_sparse::cpu::index_bits_of_documents));
+  m.impl("index_limits", TORCH_BOX(&ds_sparse::cpu::index_limits));
   m.impl("index_tile_spans", TORCH_BOX(&ds_sparse::cpu::index_tile_spans));
   m.impl("index_plan", TORCH_BOX(&ds_sparse::cpu::index_plan));
   m.impl("index_fill", TORCH_BOX(&ds_sparse::cpu::index_fill));

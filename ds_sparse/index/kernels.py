@@ -45,6 +45,7 @@ INDEX_OPERATORS = (
     "index_bits_of_blocks",
     "index_causal_bits",
     "index_bits_of_documents",
+    "index_limits",
     "index_tile_spans",
     "index_plan",
     "index_fill",

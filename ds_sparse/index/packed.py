@@ -3,6 +3,7 @@ token pairs and masks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -101,13 +102,23 @@ class Documents:
         """The blocks of each, the last of which may be short."""
         return [-(-length // block) for length in self.lengths]
 
-    def in_blocks(self, block: int, document_layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    def in_blocks(
+        self, block: int, device: torch.device, document_layout: str = "row", window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Blocks of the documents ("own") or of the row ("row"), int32 (N, 2) each: their first tokens and numbers of
-        tokens; the first block, and the one after the last, with which each shares a document. Nobody waits."""
+        tokens; the first block, and the one after the last, of which they see some, tokens of a row as far as `window`.
+        Nobody waits."""
         own = document_layout == "own"
         count = sum(self.counts(block)) if own else -(-self.tokens // block)
-        spans, ranges = sent_to(ops.index_documents(torch.tensor(self.edges), count, block, own), device)
+        window = self.tokens if window is None else window
+        spans, ranges = sent_to(ops.index_documents(torch.tensor(self.edges), count, block, own, window), device)
         return spans, ranges
+
+    def limits(self, windows: Sequence[int], device: torch.device) -> Tensor:
+        """The first token, and the one after the last, that are in each token's document and at most windows[l] away,
+        int32 (L, T, 2). Nobody waits."""
+        edges, numbers = len(self.edges), torch.tensor([*self.edges, *windows], dtype=torch.int32)
+        return ops.index_limits(*sent_to(numbers, device).split([edges, len(windows)]), self.tokens)
 
     def of_tokens(self, device: torch.device | str) -> Tensor:
         """Begin and end of each token's document, int64 (T, 2)."""
@@ -230,7 +241,7 @@ class PackedIndex(OnDevice):
             raise ValueError(
                 f"The layout has {of_all} live blocks; the index holds fewer than 2**31. Use a larger block."
             )
-        spans, ranges = documents.in_blocks(block, "own", device)
+        spans, ranges = documents.in_blocks(block, device, "own")
         return cls(
             tokens=documents.tokens,
             documents=len(counts),

@@ -117,22 +117,25 @@ class WindowIndex(OnDevice):
         refuse_too_large(
             f"An index of {tokens} tokens in blocks of {block}", need, torch.device(device), "take shorter sequences"
         )
-        # Where the tokens that each may see begin and end.
-        limits_of_tokens = torch.tensor([[0, tokens]], device=device).expand(tokens, 2)
+        documents = Documents((0, tokens))
         if cu_seqlens is not None:
             if global_tokens:
                 raise ValueError(
                     "Both cu_seqlens and global_tokens are given, and global tokens see all documents; leave one out, "
                     "or use a layout with global blocks, which each document has of its own."
                 )
-            limits_of_tokens = Documents.read(cu_seqlens).check_fills(tokens).of_tokens(device)
-        window, dilation = (
-            # No window reaches further than the sequence, and no product overflows.
-            torch.tensor([min(n, tokens) for n in numbers], device=device).expand(num_heads)[:, None]
-            for numbers in (windows, dilations)
-        )
+            documents = Documents.read(cu_seqlens).check_fills(tokens)
+        # No window reaches further than the sequence, and no product overflows.
+        windows, dilations = ([min(n, tokens) for n in numbers] for numbers in (windows, dilations))
         if len(set(windows)) == len(set(dilations)) == 1:
-            window, dilation = window[:1], dilation[:1]
+            windows, dilations = windows[:1], dilations[:1]
+        if not global_tokens and max(dilations) == 1:
+            return cls._in_order(documents, windows, causal, num_heads, block, torch.device(device))
+        limits_of_tokens = documents.of_tokens(device)
+        layout_heads = max(len(windows), len(dilations))
+        window, dilation = (
+            torch.tensor(numbers, device=device).expand(layout_heads)[:, None] for numbers in (windows, dilations)
+        )
 
         # Ascending by these numbers, tokens are in the kernels' order: the sequence's among global ones, and among
         # those whose places leave the same rest.
@@ -161,6 +164,31 @@ class WindowIndex(OnDevice):
             places=order.int() if causal and not in_order else None,
         )
 
+    @classmethod
+    def _in_order(
+        cls,
+        documents: Documents,
+        windows: Sequence[int],
+        causal: bool,
+        num_heads: int,
+        block: int,
+        device: torch.device,
+    ) -> WindowIndex:
+        """The index without global tokens and dilation, of one window or one a head: tokens keep their order."""
+        ranges = [documents.in_blocks(block, device, window=window)[1] for window in windows]
+        bits = torch.cat([ops.index_bits_of_documents(None, x, False, causal) for x in ranges])
+        return cls(
+            tokens=documents.tokens,
+            causal=causal,
+            num_heads=num_heads,
+            num_global=0,
+            blocks=BlockIndex._of_bits(bits, bits.shape[1], block, len(bits)),
+            limits=documents.limits(windows, device),
+            order=None,
+            inverse=None,
+            places=None,
+        )
+
     def __repr__(self) -> str:
         heads = "any heads" if self.num_heads == 1 else f"{self.num_heads} heads"
         parts = [f"{self.tokens} tokens", heads, f"{self.num_global} global"]
@@ -182,7 +210,7 @@ def index_of_row(
     TypeError or ValueError for what does not fit."""
     documents = Documents.read(cu_seqlens).check_fills(tokens)
     of_row = index_of_square(layout, block, tokens, "a row").ready()
-    _, ranges = documents.in_blocks(of_row.block, "row", device)
+    _, ranges = documents.in_blocks(of_row.block, device)
     bits = ops.index_bits_of_documents(sent_to(of_row.bits, device), ranges, False, causal)
     return WindowIndex(
         tokens=tokens,
@@ -190,7 +218,7 @@ def index_of_row(
         num_heads=of_row.num_heads,
         num_global=0,
         blocks=BlockIndex._of_bits(bits, len(ranges), of_row.block, of_row.num_heads),
-        limits=documents.of_tokens(device).int().unsqueeze(0),
+        limits=documents.limits([tokens], device),
         order=None,
         inverse=None,
         places=None,

@@ -115,6 +115,11 @@ def _bits(x: Tensor, columns: Any) -> Tensor:
     return x.new_empty(*x.shape[:2], 4 * _ceil_div(columns, 32), dtype=torch.uint8)
 
 
+def _bits_of_documents(x: Arguments) -> Tensor:
+    heads, blocks = 1 if x.bits is None else len(x.bits), len(x.ranges)
+    return x.ranges.new_empty(heads, blocks, 4 * _ceil_div(blocks, 32), dtype=torch.uint8)
+
+
 def _index_plan(x: Arguments) -> tuple[Tensor, Tensor]:
     """As large as `plan_of` in csrc/index.h makes it."""
     heads, rows, _ = x.bits.shape
@@ -172,9 +177,8 @@ OPERATORS: dict[str, Operator] = {
     "index_bits_of_blocks": Operator(lambda x: _bits(x.block_indices, x.columns)),
     "index_causal_bits": Operator(_like("bits")),
     "index_documents": Operator(lambda x: x.cu_seqlens.new_empty(2, x.blocks, 2, dtype=torch.int32)),
-    "index_bits_of_documents": Operator(
-        lambda x: x.bits.new_empty(len(x.bits), len(x.ranges), 4 * _ceil_div(len(x.ranges), 32))
-    ),
+    "index_bits_of_documents": Operator(_bits_of_documents),
+    "index_limits": Operator(lambda x: x.cu_seqlens.new_empty(len(x.windows), x.tokens, 2)),
     "index_tile_spans": Operator(lambda x: x.spans.new_empty(len(x.lines) + len(x.entries), 2)),
     "index_plan": Operator(_index_plan),
     "index_fill": Operator(_index_fill),

@@ -8,6 +8,7 @@ from helpers import EXAMPLES, generator
 from hypothesis import given
 from hypothesis import strategies as st
 from tile_reference import tile_sets
+from torch.nn.functional import pad
 
 from ds_sparse import BlockIndex, PackedIndex, WindowIndex
 from ds_sparse.index.packed import Documents
@@ -90,6 +91,31 @@ def test_a_rows_layout_is_as_composed_of_pytorchs_operations(
     index = index_of_row(live.to(device), edges_of(lengths), block, tokens, causal, torch.device(device))
     assert torch.equal(index.blocks.layout().cpu().expand_as(expected), expected)
     assert torch.equal(index.limits[0].cpu(), edges_of(lengths).int()[torch.stack([document, document + 1], 1)])
+
+
+@EXAMPLES
+@given(
+    batch=batches(),
+    windows=st.lists(st.sampled_from((0, 1, 5, 40, 5000)), min_size=1, max_size=3),
+    block=st.sampled_from((8, 16, 64)),
+    causal=st.booleans(),
+)
+def test_windows_of_documents_are_as_composed_of_pytorchs_operations(
+    device: str, batch: tuple[torch.Tensor, torch.Tensor], windows: list[int], block: int, causal: bool
+):
+    lengths, _ = batch
+    tokens = int(lengths.sum())
+    document, place = torch.arange(len(lengths)).repeat_interleave(lengths), torch.arange(tokens)
+    far = (place[:, None] - place).abs()
+    seen = torch.stack([(far <= window) & (document[:, None] == document) for window in windows])
+    expected = pad(seen, (0, -tokens % block, 0, -tokens % block)).unflatten(2, (-1, block)).any(3)
+    expected = expected.unflatten(1, (-1, block)).any(2)
+    expected = expected.tril() if causal else expected
+
+    index = WindowIndex.build(tokens, windows, causal, block=block, device=device, cu_seqlens=edges_of(lengths))
+    assert index.order is None and torch.equal(index.blocks.layout().cpu().expand_as(expected), expected)
+    first, end = index.limits.cpu().unsqueeze(-1).unbind(2)
+    assert torch.equal(((place >= first) & (place < end)).expand_as(seen), seen)
 
 
 def test_each_document_has_the_layouts_corner_and_nothing_of_others():
@@ -180,7 +206,7 @@ def test_a_rows_layout_keeps_the_blocks_in_which_a_document_sees_itself():
     index = index_of_row(torch.ones(6, 6), CU_SEQLENS, 8, 41, False, torch.device("cpu"))
     begin, end = Documents.read(CU_SEQLENS).of_tokens("cpu").unbind(1)
     document = torch.repeat_interleave(torch.arange(4), CU_SEQLENS.diff())
-    seen = torch.nn.functional.pad(document[:, None] == document, (0, 7, 0, 7)).view(6, 8, 6, 8).any(3).any(1)
+    seen = pad(document[:, None] == document, (0, 7, 0, 7)).view(6, 8, 6, 8).any(3).any(1)
     assert torch.equal(index.blocks.layout()[0], seen)
     assert torch.equal(index.limits[0].long(), torch.stack([begin, end], 1))
     with pytest.raises(ValueError, match="for a row of 41 tokens it has to be square and have 6 x 6 blocks or more"):

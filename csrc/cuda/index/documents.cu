@@ -1,5 +1,5 @@
-// Packed documents as the builder of indices takes them (csrc/index.h): the bits of their blocks, and where the blocks
-// of tiles lie.
+// Packed documents as the builder of indices takes them (csrc/index.h): the bits of their blocks, what their tokens see,
+// and where the blocks of tiles lie.
 
 #include <torch/csrc/stable/library.h>
 
@@ -19,7 +19,17 @@ __global__ void __launch_bounds__(kThreads) bits_of_documents_kernel(
        number += int64_t{gridDim.x} * kThreads) {
     const int64_t line = number / to_words, row = line % blocks;
     to[number] = word_of_documents(
-        layout + line / blocks * rows * words, rows, words, ranges + 2 * row, row, number % to_words, own, causal);
+        layout == nullptr ? nullptr : layout + line / blocks * rows * words, rows, words, ranges + 2 * row, row, number % to_words, own, causal);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) limits_kernel(
+    const int32_t* edges, const int32_t* windows, int2* to, int64_t count, int documents, int tokens) {
+  for (int64_t number = int64_t{blockIdx.x} * kThreads + threadIdx.x; number < count;
+       number += int64_t{gridDim.x} * kThreads) {
+    int2 limits;
+    limits_of(edges, documents, number % tokens, windows[number / tokens], limits.x, limits.y);
+    to[number] = limits;
   }
 }
 
@@ -33,18 +43,29 @@ __global__ void __launch_bounds__(kThreads) tile_spans_kernel(
   }
 }
 
-Tensor index_bits_of_documents(const Tensor& bits, const Tensor& ranges, bool own, bool causal) {
-  check_bits_of_documents(bits, ranges);
-  const Launcher launch(bits);
-  const int64_t heads = bits.size(0), blocks = ranges.size(0), words = words_of(blocks);
+Tensor index_bits_of_documents(const std::optional<Tensor>& bits, const Tensor& ranges, bool own, bool causal) {
+  const int64_t heads = check_bits_of_documents(bits, ranges), blocks = ranges.size(0), words = words_of(blocks);
+  const Launcher launch(ranges);
   const int64_t count = product({heads, blocks, words});
-  Tensor made = torch::stable::new_empty(bits, {heads, blocks, 4 * words}, ScalarType::Byte);
+  Tensor made = torch::stable::new_empty(ranges, {heads, blocks, 4 * words}, ScalarType::Byte);
   launch(
       bits_of_documents_kernel, ceil_div<int64_t>(count, kThreads), kThreads,
-      static_cast<const uint32_t*>(bits.const_data_ptr()), ranges.const_data_ptr<int32_t>(),
-      static_cast<uint32_t*>(made.mutable_data_ptr()), count, static_cast<int>(bits.size(1)),
-      static_cast<int>(bits.size(2) / 4), static_cast<int>(blocks), own, causal);
+      bits ? static_cast<const uint32_t*>(bits->const_data_ptr()) : nullptr, ranges.const_data_ptr<int32_t>(),
+      static_cast<uint32_t*>(made.mutable_data_ptr()), count, bits ? static_cast<int>(bits->size(1)) : 0,
+      bits ? static_cast<int>(bits->size(2) / 4) : 0, static_cast<int>(blocks), own, causal);
   return made;
+}
+
+Tensor index_limits(const Tensor& cu_seqlens, const Tensor& windows, int64_t tokens) {
+  check_limits(cu_seqlens, windows, tokens);
+  const Launcher launch(cu_seqlens);
+  const int64_t heads = windows.size(0), count = product({heads, tokens});
+  Tensor limits = torch::stable::new_empty(cu_seqlens, {heads, tokens, 2}, ScalarType::Int);
+  launch(
+      limits_kernel, ceil_div<int64_t>(count, kThreads), kThreads, cu_seqlens.const_data_ptr<int32_t>(),
+      windows.const_data_ptr<int32_t>(), static_cast<int2*>(limits.mutable_data_ptr()), count,
+      static_cast<int>(cu_seqlens.size(0) - 1), static_cast<int>(tokens));
+  return limits;
 }
 
 Tensor index_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& entries) {
@@ -68,5 +89,6 @@ Tensor index_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& 
 
 STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
   m.impl("index_bits_of_documents", TORCH_BOX(&ds_sparse::index::index_bits_of_documents));
+  m.impl("index_limits", TORCH_BOX(&ds_sparse::index::index_limits));
   m.impl("index_tile_spans", TORCH_BOX(&ds_sparse::index::index_tile_spans));
 }
