@@ -277,7 +277,7 @@ class BlockIndex(OnDevice):
         columns: int,
         block: int,
         num_heads: int,
-        num_sequences: int,
+        num_sequences: int = 1,
         numbers: torch.Tensor | None = None,
     ) -> BlockIndex:
         """The index of a layout's bits, of one head if all are equal; `numbers`, which they were made of, have to be 0

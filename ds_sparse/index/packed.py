@@ -135,7 +135,7 @@ def index_of_square(layout: Tensor | BlockIndex, block: int | None, tokens: int,
         block = layout.block if block is None else block
     if block is None:
         raise ValueError("A layout is given without its block; pass block, as the layout may be larger than needed.")
-    index = as_index(layout, block)
+    index = as_index(layout, block).for_all_sequences("Packed documents are")
     wanted = -(-tokens // index.block)
     if index.rows != index.columns or index.rows < wanted:
         raise ValueError(

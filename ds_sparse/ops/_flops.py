@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 

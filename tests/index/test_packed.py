@@ -64,7 +64,7 @@ def test_all_of_it_is_as_composed_of_pytorchs_operations(
     assert torch.equal(index.aligned.cpu(), exists.flatten().nonzero().flatten())
 
     stored, tile = expected[: index.layout_heads], 8 * block
-    bounded = zip(SIDES, tile_sets(stored, block, [tile], list(SIDES), limited=True))
+    bounded = zip(SIDES, tile_sets(stored, block, [tile], list(SIDES), bounded=True))
     assert index.live_blocks[index._cuts(causal)] == stored.sum()
     for side, wanted in bounded:
         tiles, count, cuts = index.tiles(side, tile, causal), len(wanted.units), len(wanted.cuts)

@@ -1,5 +1,5 @@
-// Packed documents as the builder of indices takes them (csrc/index.h): the bits of their blocks, what their tokens see,
-// and where the blocks of tiles lie.
+// Packed documents as the builder of indices takes them (csrc/index.h): the bits of their blocks, what their tokens
+// see, and where the blocks of tiles lie.
 
 #include <torch/csrc/stable/library.h>
 
@@ -19,12 +19,13 @@ __global__ void __launch_bounds__(kThreads) bits_of_documents_kernel(
        number += int64_t{gridDim.x} * kThreads) {
     const int64_t line = number / to_words, row = line % blocks;
     to[number] = word_of_documents(
-        layout == nullptr ? nullptr : layout + line / blocks * rows * words, rows, words, ranges + 2 * row, row, number % to_words, own, causal);
+        layout == nullptr ? nullptr : layout + line / blocks * rows * words, rows, words, ranges + 2 * row, row,
+        number % to_words, own, causal);
   }
 }
 
-__global__ void __launch_bounds__(kThreads) limits_kernel(
-    const int32_t* edges, const int32_t* windows, int2* to, int64_t count, int documents, int tokens) {
+__global__ void __launch_bounds__(kThreads)
+    limits_kernel(const int32_t* edges, const int32_t* windows, int2* to, int64_t count, int documents, int tokens) {
   for (int64_t number = int64_t{blockIdx.x} * kThreads + threadIdx.x; number < count;
        number += int64_t{gridDim.x} * kThreads) {
     int2 limits;
@@ -77,10 +78,10 @@ Tensor index_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& 
   const int64_t count = lines.numel() + entries.numel();
   Tensor made = torch::stable::new_empty(spans, {count, 2}, ScalarType::Int);
   launch(
-      tile_spans_kernel, ceil_div<int64_t>(count, kThreads), kThreads,
-      static_cast<const int2*>(spans.const_data_ptr()), lines.const_data_ptr<int32_t>(),
-      reinterpret_cast<const uint32_t*>(entries.const_data_ptr<int32_t>()), static_cast<int2*>(made.mutable_data_ptr()),
-      count, static_cast<int>(lines.numel()), static_cast<int>(spans.size(0)));
+      tile_spans_kernel, ceil_div<int64_t>(count, kThreads), kThreads, static_cast<const int2*>(spans.const_data_ptr()),
+      lines.const_data_ptr<int32_t>(), reinterpret_cast<const uint32_t*>(entries.const_data_ptr<int32_t>()),
+      static_cast<int2*>(made.mutable_data_ptr()), count, static_cast<int>(lines.numel()),
+      static_cast<int>(spans.size(0)));
   return made;
 }
 
