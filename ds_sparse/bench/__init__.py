@@ -6,6 +6,7 @@ OPERATIONS = {
     "window": "products, softmax and attention of windows",
     "packed": "attention over packed documents, windows too",
     "tokens": "attention over token pairs, step by step",
+    "index": "what making an index costs",
 }
 """Names and lines of help, in its order, which does without torch."""
 

@@ -43,7 +43,7 @@ class Peer:
         inputs: of the call; None: those of the problem.
         beside: the name of the peer that does the same job densely; "" if there is none.
         dense: it computes every score, whatever the structure says.
-        no_backward: why it cannot be differentiated; "" if it can.
+        no_backward: why it cannot be differentiated, or has no other direction than the first; "" if it can.
         arranged: from an input of the problem to what `call` takes, such as `tokens_first`.
         as_row: from what `call` takes or returns to the shape of the problem's inputs.
         lengths: of the documents that it computes, from the row's start; None: all of the case.

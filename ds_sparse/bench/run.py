@@ -7,7 +7,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -52,6 +52,8 @@ class Operation:
         fields: what the JSON has of a `Row`, besides name, direction, milliseconds, rounds and reason.
         summary: paragraphs below all tables.
         abouts: from a problem and its peers to `about`.
+        of_case: names of the peers that a case has; by default all.
+        time_of: as `machine.time_of`, of the directions of this operation.
         dtypes, seconds: what a device measures by default, and after how long no round of a case begins.
         key: the JSON's word for a row's name.
         trains: forward is that of training, which keeps what backward needs.
@@ -76,6 +78,8 @@ class Operation:
     summary: Callable[[list[Result], argparse.Namespace], Iterable[Iterable[str]]] = lambda results, args: ()
     about: type = Density
     abouts: Callable[[Any, Mapping[str, Peer]], Any] = lambda problem, peers: Density(problem.size.density)
+    of_case: Callable[[Any], Container[str]] | None = None
+    time_of: Callable[..., float] | None = None
     dtypes: Mapping[str, list[str]] = field(default_factory=lambda: BF16_ON_A_GPU)
     seconds: Mapping[str, int] = field(default_factory=lambda: SECONDS)
     key: str = "peer"
@@ -108,9 +112,10 @@ class Operation:
         raised: list[Exception] = []
 
         def measured(case: Any) -> Result:
-            result = run_case(self, case, names, device, args)
-            last = self.directions[-1]
-            failed.update(dict.fromkeys(x for x in self.ours if x in names and result.row(x, last) is None))
+            mine = [name for name in names if self.of_case is None or name in self.of_case(case)]
+            result = run_case(self, case, mine, device, args)
+            first = self.directions[0]
+            failed.update(dict.fromkeys(x for x in self.ours if x in mine and result.row(x, first) is None))
             run.add(self.record(result), args.json)
             return result
 
@@ -202,7 +207,7 @@ def run_case(
         peers[name], spent[name] = peer, time.perf_counter() - start
         for direction in operation.directions[: 1 if peer.no_backward else None]:
             leaves = [x.detach().requires_grad_() for x in inputs] if operation.trains else inputs
-            timed = partial(time_of, peer.call, leaves, grad, direction, device)
+            timed = partial(operation.time_of or time_of, peer.call, leaves, grad, direction, device)
             runs[name, direction] = partial(time_unless_wrong, reasons, name, timed)
     about = operation.abouts(problem, peers)
     times = in_turns(runs, args.repeats, args.seconds, case.title)

@@ -23,6 +23,7 @@ def test_the_same_thing_has_the_same_name_in_all_operations(capsys):
         "window": sizes | {"--peers", "--window"},
         "packed": {"--peers", "--cases"},
         "tokens": sizes | {"--peers", "--sparsity", "--pairs", "--profile"},
+        "index": {"--peers", "--cases"},
     }
     for name, these in options.items():
         assert {"--device", "--dtype", "--repeats", "--seconds", "--json"} | own[name] <= these, name
