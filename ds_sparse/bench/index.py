@@ -7,13 +7,12 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..dispatch import Call, choose
 from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..index.cache import memory_of
 from ..index.packing import block_of, owner_bit
@@ -27,6 +26,7 @@ from .command import add_cases, add_peers, cases_of
 from .documents import LONGEST, corpus_lengths, cu_seqlens_of
 from .machine import DTYPES, timed, wall_ms
 from .markdown import Table, also, numbers, pair, percent, ratio
+from .reasons import in_short
 from .references import Piece, attention_by_pieces, random_tensors
 from .registry import Build, Peer
 from .run import Medians, Operation
@@ -200,11 +200,11 @@ class Problem:
         return [query, key[:, :GROUPS].clone(), value[:, :GROUPS].clone(), grad]
 
     def with_tiles(self, index: Index) -> Index:
-        """An index, with the tiles that attention walks."""
+        """An index, with the tiles that attention walks; an exact one has them."""
         blocks = blocks_of(index)
-        call = Call(self.device, DTYPES[self.case.dtype], HEAD_DIM, blocks.block)
-        for side in SIDES:
-            blocks.tiles(side, choose("block_sparse_attention", call).tile(blocks.block))
+        if blocks.bounded:
+            for side in SIDES:
+                blocks.tiles(side, height_of_tiles(blocks.block, DTYPES[self.case.dtype], self.device))
         return index
 
     def places(self) -> tuple[Tensor, Tensor]:
@@ -263,6 +263,15 @@ class Problem:
 
 def blocks_of(index: BlockIndex | PackedIndex | WindowIndex) -> BlockIndex:
     return index if isinstance(index, BlockIndex) else index.blocks
+
+
+@cache
+def height_of_tiles(block: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The height that attention asks a bounded index for."""
+    index = BlockIndex.from_blocks(torch.zeros(1, 1, dtype=torch.int64, device=device), block)
+    x = torch.zeros(1, 1, block, HEAD_DIM, dtype=dtype, device=device)
+    block_sparse_attention(x, x, x, index)
+    return next(x.tile for x in index._made.values() if isinstance(x, Tiles))
 
 
 def require(is_right: bool, otherwise: str) -> None:
@@ -356,7 +365,13 @@ def block_mask(problem: Problem) -> Peer:
     def create() -> Any:
         return compiled(mask_function(problem), None, heads, tokens, tokens, problem.device, BLOCK)
 
-    return Peer(Repeated(create), no_backward=no_graph(problem))
+    call, missing = Repeated(create), no_graph(problem)
+    if not missing:
+        try:
+            _ = call.graph
+        except RuntimeError as error:
+            missing = in_short(error)
+    return Peer(call, no_backward=missing)
 
 
 def options(parser: argparse.ArgumentParser) -> None:

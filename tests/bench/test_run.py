@@ -39,7 +39,7 @@ LINES = {
     "packed": "packed --cases window-2048,window-corpus-causal --peers sdpa-padded --repeats 1",
     "tokens": "tokens --seq-len 64 --heads 2,1 --head-dim 16 --sparsity 75,99 --peers masked,gather,sparse_attn "
     "--repeats 2 --batch 2 --profile 1",
-    "index": "index --cases layout-8k,documents-* --repeats 1",
+    "index": "index --cases layout-8k,documents-32k --repeats 1",
 }
 """Short runs."""
 
