@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -180,14 +180,11 @@ class Problem:
         else:
             lengths = corpus_lengths(case.seq_len)[0]
             window: dict[str, Any] = WINDOW
-            self.layout = (
-                BSLongformerSparsityConfig(1, BLOCK, **window).make_bool_layout(min(case.seq_len, LONGEST)).to(device)
-            )
+            longformer = BSLongformerSparsityConfig(1, BLOCK, **window)
+            self.layout = longformer.make_bool_layout(min(case.seq_len, LONGEST)).to(device)
             self.of_longest = BlockIndex.build(self.layout, BLOCK)
-            self.cu_seqlens = {
-                "host": cu_seqlens_of(lengths, torch.device("cpu")),
-                "device": cu_seqlens_of(lengths, device),
-            }
+            at = {"host": torch.device("cpu"), "device": device}
+            self.cu_seqlens = {where: cu_seqlens_of(lengths, one) for where, one in at.items()}
             of_each = [self.layout[0, :n, :n] for n in (-(-length // BLOCK) for length in lengths)]
             self.live = torch.block_diag(*of_each).bool()[None]
         self.live_blocks = int(self.live.sum())
@@ -220,30 +217,25 @@ class Problem:
         elif name == FLEX:
             made: Any = peer.call()
             found = sum(int(x.sum()) for x in (made.kv_num_blocks, made.full_kv_num_blocks) if x is not None)
-            right = self.live_blocks if self.case.kind != "documents" else int(self.of_row(BLOCK, self.in_layout).sum())
-            require(found == right, f"it has {found} blocks, and {right} are live")
+            live = self.live if self.case.kind != "documents" else self.of_row(BLOCK, mask_function(self))
+            require(found == int(live.sum()), f"it has {found} blocks, and {int(live.sum())} are live")
         else:
-            self.verify_index(name, peer.call())
+            blocks = blocks_of(cast(Any, peer.call()))
+            live = self.live if name != WINDOWS else self.of_row(blocks.block, self.near())
+            require(torch.equal(blocks.layout(), live), "its layout is another")
+            for side, tile in (key for key, x in blocks._made.items() if isinstance(x, Tiles)):
+                is_right = holds(blocks.tiles(side, tile), live if side == "rows" else live.mT, blocks.block)
+                require(is_right, f"its tiles of {side} hold other blocks")
 
-    def verify_index(self, name: str, index: Any) -> None:
-        blocks = blocks_of(index)
-        live = self.live if name != WINDOWS else self.of_row(blocks.block, lambda q, k: (q - k).abs() <= REACH)
-        require(torch.equal(blocks.layout(), live), "its layout is another")
-        for side, tile in (key for key, x in blocks._made.items() if isinstance(x, Tiles)):
-            is_right = holds(blocks.tiles(side, tile), live if side == "rows" else live.mT, blocks.block)
-            require(is_right, f"its tiles of {side} hold other blocks")
+    def near(self) -> flex.Live:
+        document, _ = self.places()
+        return lambda b, h, q, k: (document[q] == document[k]) & ((q - k).abs() <= REACH)
 
-    def in_layout(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.layout[0, q // BLOCK, k // BLOCK]
-
-    def of_row(self, block: int, sees: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """bool (1, R, R): the blocks in which tokens of a document see each other, by their places in there."""
-        rows = []
-        for document, place in zip(*(x.split(block) for x in self.places())):
-            every, others = self.places()
-            live = (document[:, None] == every) & sees(place[:, None], others)
-            rows.append(live.any(0).unflatten(0, (-1, block)).any(1))
-        return torch.stack(rows)[None]
+    def of_row(self, block: int, live: flex.Live) -> Tensor:
+        """bool (1, R, R): the blocks of a row in which a score is live, a block row at a time."""
+        token = torch.arange(self.case.seq_len, device=self.device)
+        rows = [live(0, 0, query[:, None], token).any(0) for query in token.split(block)]
+        return torch.stack(rows).unflatten(1, (-1, block)).any(2)[None]
 
     def verify_attention(self, peer: Peer) -> None:
         """Holds the output of the last head, and the gradient of its query, to float64."""
