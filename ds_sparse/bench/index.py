@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ CALLS, SHORT_MS = 9, 100
 """Calls in a row on the clock, of which none begins after so many milliseconds."""
 
 WAITS = "it waits for the device, which no CUDA graph does"
+FROM_HOST = "a CUDA graph does not send the documents again"
 
 DESCRIPTION = (
     "Verifies that indices hold what they were made of, tile by tile, then times in turns how they are made. "
@@ -197,12 +198,21 @@ class Problem:
         return [query, key[:, :GROUPS].clone(), value[:, :GROUPS].clone(), grad]
 
     def with_tiles(self, index: Index) -> Index:
-        """An index, with the tiles that attention walks; an exact one has them."""
-        blocks = blocks_of(index)
-        if blocks.bounded:
-            for side in SIDES:
-                blocks.tiles(side, height_of_tiles(blocks.block, DTYPES[self.case.dtype], self.device))
+        """An index, with all that attention walks."""
+        for side in SIDES:
+            self.tiles(index, side)
         return index
+
+    def tiles(self, index: Index, side: str) -> Tiles:
+        """The tiles of a side that attention walks; an exact index has them."""
+        height = height_of_tiles(blocks_side(index), DTYPES[self.case.dtype], self.device)
+        if not isinstance(index, PackedIndex):
+            return (index if isinstance(index, BlockIndex) else index.blocks).tiles(side, height)
+        if height == BLOCK:
+            return index.prepared().blocks.tiles(side, height)
+        # Hopper's kernels, whose tiles are taller, read documents where they lie.
+        index.tile_spans(side, height, causal=False)
+        return index.tiles(side, height, causal=False)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Each token's document, and its place in there; waits for nothing."""
@@ -220,11 +230,12 @@ class Problem:
             live = self.live if self.case.kind != "documents" else self.of_row(BLOCK, mask_function(self))
             require(found == int(live.sum()), f"it has {found} blocks, and {int(live.sum())} are live")
         else:
-            blocks = blocks_of(cast(Any, peer.call()))
+            index: Any = peer.call()
+            blocks = index if isinstance(index, BlockIndex) else index.blocks
             live = self.live if name != WINDOWS else self.of_row(blocks.block, self.near())
             require(torch.equal(blocks.layout(), live), "its layout is another")
-            for side, tile in (key for key, x in blocks._made.items() if isinstance(x, Tiles)):
-                is_right = holds(blocks.tiles(side, tile), live if side == "rows" else live.mT, blocks.block)
+            for side in SIDES:
+                is_right = holds(self.tiles(index, side), live if side == "rows" else live.mT, blocks.block)
                 require(is_right, f"its tiles of {side} hold other blocks")
 
     def near(self) -> flex.Live:
@@ -253,8 +264,8 @@ class Problem:
             yield slice(row * BLOCK, (row + 1) * BLOCK), keys, keys <= row * BLOCK + place[:, None]
 
 
-def blocks_of(index: BlockIndex | PackedIndex | WindowIndex) -> BlockIndex:
-    return index if isinstance(index, BlockIndex) else index.blocks
+def blocks_side(index: Index) -> int:
+    return index.blocks.block if isinstance(index, WindowIndex) else index.block
 
 
 @cache
@@ -290,14 +301,9 @@ def no_graph(problem: Problem) -> str:
     return "" if problem.device.type == "cuda" else "CUDA graphs are a GPU's"
 
 
-def makes(make: Callable[[Problem], Any]) -> Build:
-    """Ours. Where an index is exact, a device was waited for."""
-
-    def build(problem: Problem) -> Peer:
-        waits = "" if blocks_of(make(problem)).bounded else WAITS
-        return Peer(Repeated(partial(make, problem)), no_backward=no_graph(problem) or waits)
-
-    return build
+def makes(make: Callable[[Problem], Any], missing: str = "") -> Build:
+    """Ours. missing: why there is no graph."""
+    return lambda problem: Peer(Repeated(partial(make, problem)), no_backward=no_graph(problem) or missing)
 
 
 def exact(problem: Problem) -> BlockIndex:
@@ -453,14 +459,14 @@ OPERATION = Operation(
     about=About,
     problem=Problem,
     peers={
-        EXACT: makes(exact),
+        EXACT: makes(exact, WAITS),
         BOUNDED: makes(bounded),
         CHOSEN: makes(from_blocks),
         FORWARD: attention(trains=False),
         TRAIN: attention(trains=True),
-        PACKED: makes(partial(packed, where="host")),
-        PACKED_HERE: makes(partial(packed, where="device")),
-        WINDOWS: makes(windows),
+        PACKED: makes(partial(packed, where="host"), FROM_HOST),
+        PACKED_HERE: makes(partial(packed, where="device"), WAITS),
+        WINDOWS: makes(windows, WAITS),
         FLEX: block_mask,
     },
     ours=(EXACT, BOUNDED, CHOSEN, FORWARD, TRAIN, PACKED, PACKED_HERE, WINDOWS),

@@ -3,7 +3,7 @@ import argparse
 import pytest
 import torch
 
-from ds_sparse import BlockIndex, PackedIndex, WindowIndex
+from ds_sparse import PackedIndex, WindowIndex
 from ds_sparse.bench import index
 from ds_sparse.bench.index import CLOCK, FLEX, GRAPH, KINDS, OPERATION, Case, Problem
 from ds_sparse.bench.registry import Peer
@@ -53,8 +53,7 @@ def test_who_is_wrong_is_named_and_not_timed(eager, measure, monkeypatch, name):
             if name == FLEX:
                 made.kv_num_blocks[..., 0] += 1
             else:
-                blocks = index.blocks_of(made)
-                blocks.tiles("columns", blocks.row_tiles.tile).entries[0] ^= 1 << 24
+                problem.tiles(made, "columns").entries[0] ^= 1 << 24
             return made
 
         return Peer(index.Repeated(wrong), no_backward="no GPU")
@@ -96,7 +95,6 @@ def test_documents_are_those_of_their_index():
     document, place = problem.places()
     edges = problem.cu_seqlens["host"]
     assert torch.equal(edges[document] + place, torch.arange(1024)) and int(document[-1]) == len(edges) - 2
-    assert isinstance(index.blocks_of(made[index.PACKED]), BlockIndex)
 
 
 def test_on_a_cpu_nothing_is_measured_twice():
@@ -114,6 +112,7 @@ def test_a_graph_repeats_what_waits_for_nothing(kind):
     for name in KINDS[kind]:
         peer = OPERATION.peers[name](problem)
         problem.verify(name, peer)
+        assert bool(peer.no_backward) == (name == index.EXACT or kind == "documents") or name == FLEX
         if not peer.no_backward:
             peer.call.graph.replay()
             problem.verify(name, Peer(lambda peer=peer: peer.call.kept))
