@@ -24,14 +24,14 @@ from . import flex
 from .cases import BIGBIRD, WINDOW, in_k
 from .command import add_cases, add_peers, cases_of
 from .documents import LONGEST, corpus_lengths, cu_seqlens_of
-from .machine import DTYPES, timed, wall_ms
-from .markdown import Table, also, numbers, pair, percent, ratio
+from .machine import DTYPES, in_three_digits, timed, wall_ms
+from .markdown import Table, also, numbers, pair, ratio
 from .reasons import in_short
 from .references import Piece, attention_by_pieces, random_tensors
 from .registry import Build, Peer
 from .run import Medians, Operation
 from .runs import Result, Row
-from .text import Column, lacking, milliseconds_in, number, share, table
+from .text import Column, lacking, milliseconds_in, number, table
 
 Index = TypeVar("Index", BlockIndex, PackedIndex, WindowIndex)
 
@@ -205,7 +205,7 @@ class Problem:
 
     def tiles(self, index: Index, side: str) -> Tiles:
         """The tiles of a side that attention walks; an exact index has them."""
-        height = height_of_tiles(blocks_side(index), DTYPES[self.case.dtype], self.device)
+        height = height_of_tiles(side_of(index), DTYPES[self.case.dtype], self.device)
         if not isinstance(index, PackedIndex):
             return (index if isinstance(index, BlockIndex) else index.blocks).tiles(side, height)
         if height == BLOCK:
@@ -264,7 +264,8 @@ class Problem:
             yield slice(row * BLOCK, (row + 1) * BLOCK), keys, keys <= row * BLOCK + place[:, None]
 
 
-def blocks_side(index: Index) -> int:
+def side_of(index: Index) -> int:
+    """Tokens of a block's side."""
     return index.blocks.block if isinstance(index, WindowIndex) else index.block
 
 
@@ -407,10 +408,14 @@ def share_of_index(name: str, to_index: float | None) -> float | None:
     return 1 / (1 + to_index) if name in (FORWARD, TRAIN) and to_index else None
 
 
+def part(share: float) -> str:
+    return f"{in_three_digits(100 * share)} %"
+
+
 COLUMNS = [
     milliseconds_in(9),
     Column("x first", 8, lambda row: number(row.to_ours)),
-    Column("index in it", 11, lambda row: share(share_of_index(row.name, row.to_ours))),
+    Column("index in it", 11, lambda row: pair([share_of_index(row.name, row.to_ours)], part)),
 ]
 
 
@@ -446,10 +451,10 @@ def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
         for name in result.measured:
             ratios = numbers(result, name, ways, "to_ours")
             shares = [share_of_index(name, x) for x in ratios]
-            cells = [pair(numbers(result, name, ways, "milliseconds")), pair(ratios, ratio), pair(shares, percent)]
+            cells = [pair(numbers(result, name, ways, "milliseconds")), pair(ratios, ratio), pair(shares, part)]
             rows.append([f"{result.case.name}{also(dtypes, result.case.dtype)}", name, *cells])
     notes = [f"{result.case.name}: {memory(result)}." for result in results]
-    return {"indices": Table(["case", "what", "ms", "of the first", "index in it"], rows, ways, notes)}
+    return {"indices": Table(["case", "what", "ms", "of the first", "index in it"], rows, ways[1:] and ways, notes)}
 
 
 OPERATION = Operation(
