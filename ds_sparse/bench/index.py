@@ -216,7 +216,7 @@ class Problem:
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Each token's document, and its place in there; waits for nothing."""
-        token, cu_seqlens = torch.arange(self.case.seq_len, device=self.device), self.cu_seqlens["device"]
+        token, cu_seqlens = torch.arange(self.case.seq_len, device=self.device), self.cu_seqlens["device"].long()
         document = torch.searchsorted(cu_seqlens, token, right=True) - 1
         return document, token - cu_seqlens[document]
 
