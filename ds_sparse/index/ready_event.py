@@ -31,18 +31,21 @@ class ReadyEvent:
         self._event: torch.cuda.Event | None = None
         if self.device.type == "cuda" and not (torch.compiler.is_compiling() or is_capturing()):
             stream = torch.cuda.current_stream(self.device)
-            self._event, self._behind = stream.record_event(), {stream}
+            self._event, self._behind = stream.record_event(), {stream.cuda_stream}
 
     def wait(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Puts what the current stream does next behind the event; `tensors` gives all that has been made."""
-        if torch.compiler.is_compiling() or self._event is None:
+        # The stream's number is had in a tenth of the time of a stream.
+        if self._event is None or torch.compiler.is_compiling():
+            return
+        if torch._C._cuda_getCurrentRawStream(self.device.index) in self._behind:
             return
         stream = torch.cuda.current_stream(self.device)
-        if stream not in self._behind and not torch.cuda.is_current_stream_capturing():
+        if not torch.cuda.is_current_stream_capturing():
             stream.wait_event(self._event)
             for x in tensors():
                 x.record_stream(stream)
-            self._behind.add(stream)
+            self._behind.add(stream.cuda_stream)
 
     def __reduce__(self):
         return ReadyEvent, (self.device,)
