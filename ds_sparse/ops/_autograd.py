@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
+from torch._C._functorch import unwrap_if_dead
 from torch.autograd import forward_ad
 
 from ..dispatch import forced_implementation
@@ -26,13 +26,18 @@ class Function(torch.autograd.Function):
     def apply(cls, *args):
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return super(Function, _without_forward_mode(cls)).apply(*args)
-        args = unwrap_dead_wrappers(args)
+        args = (*[unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args],)
         if torch.is_grad_enabled():
             for x in args:
                 if isinstance(x, Tensor) and x.requires_grad:
-                    # Without binding them to forward's names, which takes a tenth of a small call's time.
-                    return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # C++'s
+                    return recorded(cls)(*args)
         return cls.forward(*args)
+
+
+def recorded(function: type[Function]) -> Callable[..., Any]:
+    """`apply` where something requires a gradient and no transform is at work, without binding arguments to forward's
+    names, which takes a tenth of a small call's time."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # C++'s
 
 
 @cache

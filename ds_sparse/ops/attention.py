@@ -14,12 +14,13 @@ from ..index.packed import check_document_layout
 from ..layout import with_heads_of_sequences
 from ..tools.block_sizes import BLOCK_SIZES
 from ..tools.wording import listed
-from .attention_function import attend
+from .attention_function import attend, remembered_walk
 from .call import AttentionCall
 from .operands import check_distance_bias, check_heads, of_flash
-from .packed_attention import goes_by_places, packed_attention
+from .packed_attention import documents_again, goes_by_places, packed_attention, remembered_documents
 from .packed_operands import is_packed, packed_operands
 from .query_offset import attention_at, parts_at
+from .remembered import Remembered, signature
 
 
 class Options(TypedDict, total=False):
@@ -40,6 +41,8 @@ class Options(TypedDict, total=False):
 
 
 Layout: TypeAlias = Tensor | BlockIndex | PackedIndex
+
+_known = Remembered()
 
 
 @overload
@@ -170,29 +173,63 @@ def block_sparse_attention(
         ... )
         >>> torch.testing.assert_close(last, output[:, :, -1:])
     """
-    row = None
-    if isinstance(layout, PackedIndex) or is_packed(query, key, value, cu_seqlens, document_layout):
-        by_place = {"query_offset": query_offset, "rpe": rpe, "distance_bias": distance_bias, "attn_mask": attn_mask}
-        for name, given in (by_place | {"key_padding_mask": key_padding_mask}).items():
-            if given is not None:
-                raise ValueError(goes_by_places(name))
-        check_document_layout(document_layout)
-        row = packed_operands(query, key, value, cu_seqlens)
-        query, key, value = row[:3]
-    call = AttentionCall.checked(
-        query, key, value, scale, causal, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p
-    )
-    if row is not None:
-        return packed_attention(call, row, layout, document_layout, block, return_lse)
+    tensor = layout if isinstance(layout, Tensor) else None
+    like = known = None
+    if query_offset is None:
+        like = signature(
+            type(layout),
+            (query, key, value),
+            (key_padding_mask, attn_mask, rpe, distance_bias, sinks, cu_seqlens, tensor),
+            (block, document_layout, scale, causal, dropout_p, return_lse),
+        )
+        known = None if like is None else _known.get(like)
+    call = AttentionCall(
+        query, key, value, scale if known is None else known.scale, causal, key_padding_mask, attn_mask, rpe,
+        distance_bias, sinks, dropout_p,
+    )  # fmt: skip
+    if known is not None:
+        if known.layout is None:
+            result = documents_again(call, known, layout, cu_seqlens, document_layout, block, return_lse)
+            if result is not None:
+                return result
+        else:
+            given = _given_index(layout, known.layout, query, causal)
+            walk = known.walks.get(given)
+            if walk is not None:
+                output, lse = attend(call, given.causal() if causal else given, walk)
+                return (output, lse) if return_lse else output
+    if known is None or known.layout is None:
+        row = None
+        if isinstance(layout, PackedIndex) or is_packed(query, key, value, cu_seqlens, document_layout):
+            by_place = {
+                "query_offset": query_offset, "rpe": rpe, "distance_bias": distance_bias, "attn_mask": attn_mask,
+                "key_padding_mask": key_padding_mask,
+            }  # fmt: skip
+            for name, option in by_place.items():
+                if option is not None:
+                    raise ValueError(goes_by_places(name))
+            check_document_layout(document_layout)
+            row = packed_operands(query, key, value, cu_seqlens)
+            call = call._replace(query=row.query, key=row.key, value=row.value)
+        call = AttentionCall.checked(*call)
+        if row is not None:
+            result, documents = packed_attention(call, row, layout, document_layout, block, return_lse)
+            if like is not None:
+                _known.keep(like, call.scale, None, documents, lambda: remembered_documents(call, documents))
+            return result
     query, key = call.query, call.key
     if query_offset is None:
-        index = index_for(layout, block, query, key, causal)
+        block = _checked_block(layout, block, query, key)
+        given = _given_index(layout, block, query, causal)
+        index = _cut_index(given, query, causal)
         check_heads(index, query, key)
         if distance_bias is not None:
             check_distance_bias(distance_bias, query, key.shape[2], query.shape[2] - 1, rpe)
             if distance_bias.requires_grad and isinstance(index, BlockIndex):
                 index.for_all_sequences("Gradients of distance_bias are")
         output, lse = attend(call, index)
+        if like is not None and given.device == query.device:
+            _known.keep(like, call.scale, block, given, lambda: remembered_walk(call, index))
     else:
         offset, parts = parts_at(query_offset, layout, block, call)
         _check_block(parts.block)
@@ -211,16 +248,35 @@ def index_for(
     """The index of a layout (or of a `BlockIndex` or `MasterLayout`) on query's device, without what causality leaves
     dead, after a check that it fits the lengths. A `MasterLayout` stays one while a graph is traced. Meta tensors take
     an index with values, which FLOP counters ask for."""
+    return _cut_index(_given_index(layout, _checked_block(layout, block, query, key), query, causal), query, causal)
+
+
+def _checked_block(layout: Any, block: int | None, query: Tensor, key: Tensor) -> int:
+    """The block of a layout, or an index, after a check that it fits the lengths."""
     if isinstance(layout, MasterLayout):
         _check_block(layout.block)
-        device = layout.device if query.is_meta else query.device
-        return layout if torch.compiler.is_compiling() else layout.index(query.shape[2], device, causal)
+        return layout.block
     if isinstance(layout, BlockIndex):
         index = as_index(layout, layout.block if block is None else block)
-        _fitting_block((index.rows, index.columns), index.block, query, key)
-    else:
-        _, rows, columns = with_heads_of_sequences(layout)[0].shape
-        index = index_of_layout(layout, _fitting_block((rows, columns), block, query, key), query.device)
+        return _fitting_block((index.rows, index.columns), index.block, query, key)
+    _, rows, columns = with_heads_of_sequences(layout)[0].shape
+    return _fitting_block((rows, columns), block, query, key)
+
+
+def _given_index(layout: Any, block: int, query: Tensor, causal: bool) -> Any:
+    """The index that is given, or that of the layout, as far as it is kept with that."""
+    if isinstance(layout, BlockIndex):
+        return layout
+    if isinstance(layout, MasterLayout):
+        device = layout.device if query.is_meta else query.device
+        return layout if torch.compiler.is_compiling() else layout.index(query.shape[2], device, causal)
+    return index_of_layout(layout, block, query.device)
+
+
+def _cut_index(index: Any, query: Tensor, causal: bool) -> Any:
+    """The index that a call walks, of the given one."""
+    if isinstance(index, MasterLayout):
+        return index
     if causal:
         index = index.causal()
     return index if query.is_meta or index.device == query.device else copy_of(index, query.device)

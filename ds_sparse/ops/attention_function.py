@@ -17,6 +17,7 @@ from .._ops import ops
 from ..dispatch import choose, forced_implementation, readable
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
+from ..index.tiles import SIDES
 from ._autograd import Function, differentiable_once, named
 from .call import AttentionCall
 from .distance_gradient import distance_bias_backward
@@ -30,6 +31,7 @@ from .operands import (
     matrices,
     wide_dtype,
 )
+from .remembered import Walk
 from .sinks import grad_of_sinks, with_sinks
 
 
@@ -46,22 +48,23 @@ def attention_function(
     Args:
         name: of the function.
         operation: its name in sentences.
-        run: gives output, lse and rows of the index, the operands but for sinks, and the numbers.
+        run: gives output, lse and rows of the index, the operands but for sinks, the numbers, and the index's walk, if
+            it is known.
         gradients: gives those of query, key, value and bias, of the index; the gradients of output and lse; query, key,
-            value, output and rows; the other operands; the numbers; which gradients are wanted, and the implementation
-            that was forced.
+            value, output and rows; the other operands; the numbers; which gradients are wanted, the walk, and the
+            implementation that was forced.
         read: makes the output's gradient as kernels read it.
     """
 
     class Attention(Function):
         @staticmethod
-        def forward(query, key, value, bias, sinks, key_bias, attn_mask, seed, index, numbers):
-            output, lse, rows = run(index, query, key, value, bias, key_bias, attn_mask, seed, *numbers)
+        def forward(query, key, value, bias, sinks, key_bias, attn_mask, seed, index, walk, numbers):
+            output, lse, rows = run(index, query, key, value, bias, key_bias, attn_mask, seed, *numbers, walk=walk)
             return (output, lse, rows) if sinks is None else with_sinks(output, rows, sinks)
 
         @staticmethod
         def setup_context(ctx, inputs, results):
-            *tensors, ctx.index, ctx.numbers = inputs
+            *tensors, ctx.index, ctx.walk, ctx.numbers = inputs
             output, _, rows = results
             ctx.forced = forced_implementation()
             ctx.mark_non_differentiable(rows)
@@ -75,16 +78,29 @@ def attention_function(
             grad_output = torch.zeros_like(output) if grad_output is None else read(grad_output)
             grad_lse = None if grad_lse is None else grad_lse.contiguous()
             saved = grad_output, grad_lse, query, key, value, output, rows, bias, *masks
-            grads = gradients(ctx.index, *saved, *ctx.numbers, wanted=ctx.needs_input_grad, forced=ctx.forced)
-            of_sinks = ctx.needs_input_grad[4]
-            grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks) if of_sinks else None
-            return *grads, grad_sinks, None, None, None, None, None
+            wanted = ctx.needs_input_grad
+            grads = gradients(ctx.index, *saved, *ctx.numbers, wanted=wanted, walk=ctx.walk, forced=ctx.forced)
+            grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks) if wanted[4] else None
+            return *grads, grad_sinks, None, None, None, None, None, None
 
     return named(name, Attention)
 
 
-def attend(call: AttentionCall, index: BlockIndex | MasterLayout) -> tuple[Tensor, Tensor]:
+def walk_of(index: BlockIndex, dense: Tensor, forced: str | None = None) -> Walk:
+    """The walk of a call on dense operands. forced: as of `dispatch.choose`."""
+    chosen = choose("block_sparse_attention", call_on(index, dense), forced)
+    tile = chosen.tile(index.block)
+    rows, columns = (lists_of_tiles(index.tiles(side, tile)) for side in SIDES)
+    sizes = index.heads_of_sequence, index.block, tile
+    ends = chosen.name, index.bounded, index.by_sequence
+    return Walk((*rows, *sizes), (*rows, *columns, *sizes), ends)
+
+
+def attend(call: AttentionCall, index: BlockIndex | MasterLayout, walk: Walk | None = None) -> tuple[Tensor, Tensor]:
     """Runs a checked call on the blocks of an index that fits it.
+
+    Args:
+        walk: that of a call which is remembered.
 
     Returns:
         output (B, H, T, D), and lse (B, H, T).
@@ -102,12 +118,14 @@ def attend(call: AttentionCall, index: BlockIndex | MasterLayout) -> tuple[Tenso
         bias = _bias(call)
     if dropout_p > 0:
         seed = dropout_seed(query.device)
-    if torch.compiler.is_compiling():
+    if walk is None and torch.compiler.is_compiling():
         query, key, value = distinct_when_traced(query, key, value)
-    output, lse, _ = _Attention.apply(
-        readable(query), readable(key), readable(value), bias, sinks, padding, mask, seed, index,
-        (scale, causal, float(dropout_p)),
-    )  # fmt: skip
+    if walk is None or not walk.in_place:
+        query, key, value = readable(query), readable(key), readable(value)
+    apply = _Attention.apply if walk is None else walk.apply
+    output, lse, _ = apply(
+        query, key, value, bias, sinks, padding, mask, seed, index, walk, (scale, causal, float(dropout_p))
+    )
     return output[..., :head_dim] if head_dim % 8 else output, lse
 
 
@@ -131,34 +149,26 @@ def _bias(call: AttentionCall) -> Tensor:
     return matrices(rpe, dtype, keys).expand(-1, -1, tokens, -1)
 
 
-def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[Tensor, Tensor, Tensor]:
+def attention_forward(
+    index: BlockIndex | MasterLayout, *call, walk: Walk | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """output, lse and the saved statistics of rows: `block_attention_forward` without the arguments of the index."""
     if isinstance(index, MasterLayout):
         return ops.layout_attention_forward(*call, index.text)
     *tensors, scale, causal, dropout_p = call
-    chosen = choose("block_sparse_attention", call_on(index, call[0]))
-    tile = chosen.tile(index.block)
-    rows = index.tiles("rows", tile)
-    return ops.block_attention_forward(
-        *tensors, rows.lines, rows.entries, rows.units, rows.cuts, index.heads_of_sequence, index.block, tile, scale,
-        causal, dropout_p, chosen.name, index.bounded, index.by_sequence,
-    )  # fmt: skip
+    walk = walk_of(index, call[0]) if walk is None else walk.on(index)
+    return ops.block_attention_forward(*tensors, *walk.rows, scale, causal, dropout_p, *walk.ends)
 
 
 def attention_backward(
-    index: BlockIndex | MasterLayout, *call, forced: str | None = None
+    index: BlockIndex | MasterLayout, *call, walk: Walk | None = None, forced: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, by `block_attention_backward`. forced: as of `dispatch.choose`."""
     if isinstance(index, MasterLayout):
         return ops.layout_attention_backward(*call, index.text)
     *tensors, scale, causal, dropout_p, deterministic = call
-    chosen = choose("block_sparse_attention", call_on(index, tensors[2]), forced)
-    tile = chosen.tile(index.block)
-    return ops.block_attention_backward(
-        *tensors, *lists_of_tiles(index.tiles("rows", tile)), *lists_of_tiles(index.tiles("columns", tile)),
-        index.heads_of_sequence, index.block, tile, scale, causal, dropout_p, deterministic, chosen.name, index.bounded,
-        index.by_sequence,
-    )  # fmt: skip
+    walk = walk_of(index, tensors[2], forced) if walk is None else walk.on(index)
+    return ops.block_attention_backward(*tensors, *walk.both, scale, causal, dropout_p, deterministic, *walk.ends)
 
 
 def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
@@ -173,11 +183,12 @@ def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
     )  # fmt: skip
 
 
-def _gradients(index: BlockIndex | MasterLayout, *call, wanted: tuple[bool, ...], forced: str | None):
+def _gradients(index: BlockIndex | MasterLayout, *call, wanted: tuple[bool, ...], walk: Walk | None, forced: str):
     grads: tuple[Tensor | None, ...] = (None, None, None)
     grad_bias, bias = None, call[7]
     if any(wanted[:3]):
-        grads = attention_backward(index, *call, torch.are_deterministic_algorithms_enabled(), forced=forced)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        grads = attention_backward(index, *call, deterministic, walk=walk, forced=forced)
     if wanted[3]:
         bias_backward = distance_bias_backward if bias.dim() == 2 else attention_bias_backward
         grad_bias = bias_backward(index, *call).to(bias.dtype)
@@ -185,3 +196,9 @@ def _gradients(index: BlockIndex | MasterLayout, *call, wanted: tuple[bool, ...]
 
 
 _Attention = attention_function("_Attention", "block_sparse_attention", attention_forward, _gradients)
+
+
+def remembered_walk(call: AttentionCall, index: BlockIndex) -> Walk:
+    """The walk of calls like this one, which has been checked."""
+    operands = call.query, call.key, call.value
+    return walk_of(index, call.query).of_calls_like(_Attention, operands, call.rpe, call.distance_bias, call.sinks)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from .._ops import ops
 from ..dispatch import Implementation, choose
 from ..index import BlockIndex, as_index
 from ..index.kernels import require_kernel
-from ._autograd import product_function
+from ._autograd import Function, product_function
 from ._library import check_dtype, check_inputs, under_autocast
 from ._on_layout import OnLayout
 from .operands import broadcasts, call_on
+from .remembered import Remembered, Signature, Walk, signature
 
 MODES = ("sdd", "dsd", "dds")
+
+_known = Remembered()
 
 
 class MatMul(OnLayout):
@@ -96,6 +102,13 @@ class MatMul(OnLayout):
             ValueError: operands that do not fit the layout, or each other; nested and sparse ones; another dtype.
             RuntimeError: a device without the kernel.
         """
+        like = signature(type(self), (a, b), (), (self.mode, self.trans_a, self.trans_b))
+        known = None if like is None else _known.get(like)
+        if known is not None:
+            index = self._index_on(a.device)
+            walk = known.walks.get(index)
+            if walk is not None:
+                return walk.apply(*self._taken(a, b, index, walk))
         check_inputs(a=a, b=b)
         if a.device != b.device:
             raise ValueError(
@@ -113,26 +126,56 @@ class MatMul(OnLayout):
                 )
         index = self._index_on(a.device)
         added = 4 - max(a.dim(), b.dim())
-        a, b = _four_dimensional(a), _four_dimensional(b)
+        given = a, b = _four_dimensional(a), _four_dimensional(b)
         if self.mode == "sdd":
-            result = self._sdd(a, b, index)
+            a, b = self._dense(a, b, index)
         elif self.mode == "dsd":
-            result = self._dsd(a, b, index)
+            a, b = self._sparse_and_dense("A", a, "B", b, index)
         else:
-            result = self._dds(a, b, index)
+            b, a = self._sparse_and_dense("B", b, "A", a, index)
+        result = self._function.apply(*self._taken(a, b, index))
+        if like is not None and added == 0 and given[0].shape == a.shape and given[1].shape == b.shape:
+            self._remember(like, a, b, index)
         for _ in range(added):
             result = result.squeeze(0)
         return result
 
-    def _sdd(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-        a = a.transpose(-1, -2) if self.trans_a else a
+    @property
+    def _function(self) -> type[Function]:
+        return _SDD if self.mode == "sdd" else _DSD
+
+    def _taken(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex, walk: Walk | None = None) -> tuple[Any, ...]:
+        """The operands, which fit, and what says how they are multiplied, as the autograd function takes them."""
+        a = a.transpose(-1, -2) if self.trans_a and self.mode == "sdd" else a
+        if self.mode == "dds":
+            return b, a if self.trans_a else a.transpose(-1, -2), (index, not self.trans_b, True, walk)
         b = b.transpose(-1, -2) if self.trans_b else b
-        if a.shape[-1] != b.shape[-2]:
+        return a, b, (index, walk) if self.mode == "sdd" else (index, self.trans_a, False, walk)
+
+    def _remember(self, like: Signature, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> None:
+        """Keeps that such a product has been checked, where no operand is copied first."""
+        x, y, how = self._taken(a, b, index)
+        if self.mode == "sdd":
+            is_copied = any(_is_copied("sdd", operand, index) for operand in (x, y.mT))
+            walk = partial(_walk_of_sdd, x, y.mT, index)
+        else:
+            is_copied = _is_copied("dsd", y, index)
+            walk = partial(_walk_of_dsd, x.contiguous(), y, index, how[1])
+        if not is_copied:
+            _known.keep(like, 1.0, None, index, lambda: walk().of_calls_like(self._function, (x, y)))
+
+    def _dense(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> tuple[torch.Tensor, torch.Tensor]:
+        """The operands of sdd, after a check that they fit, with as many sequences and heads."""
+        (rows, inner), (of_b, columns) = (
+            sizes[::-1] if transposed else sizes
+            for sizes, transposed in ((a.shape[2:], self.trans_a), (b.shape[2:], self.trans_b))
+        )
+        if inner != of_b:
             raise ValueError(
-                f"Size of tensor A along the {-2 if self.trans_a else -1} dim ({a.shape[-1]}) must match size of "
-                f"tensor B along the {-1 if self.trans_b else -2} dim ({b.shape[-2]})"
+                f"Size of tensor A along the {-2 if self.trans_a else -1} dim ({inner}) must match size of "
+                f"tensor B along the {-1 if self.trans_b else -2} dim ({of_b})"
             )
-        for name, size, blocks in (("rows", a.shape[-2], index.rows), ("columns", b.shape[-1], index.columns)):
+        for name, size, blocks in (("rows", rows, index.rows), ("columns", columns, index.columns)):
             if size != blocks * index.block:
                 raise ValueError(
                     f"The product has {size} {name}, and the layout {blocks} block {name} of {index.block}, which is "
@@ -142,31 +185,17 @@ class MatMul(OnLayout):
         batch = max(a.shape[0], b.shape[0])
         a, b = _expand("A", a, batch, heads), _expand("B", b, batch, heads)
         require_kernel("matmul_sdd", a.device)
-        return _SDD.apply(a, b, (index,))
-
-    def _dsd(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-        b_dim = 3 if self.trans_b else 2
-        inner = (index.rows if self.trans_a else index.columns) * index.block
-        values, dense = self._sparse_and_dense("A", a, "B", b, b_dim, inner, index)
-        return _DSD.apply(values, dense.transpose(-1, -2) if self.trans_b else dense, (index, self.trans_a, False))
-
-    def _dds(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-        a_dim = 2 if self.trans_a else 3
-        inner = (index.columns if self.trans_b else index.rows) * index.block
-        values, dense = self._sparse_and_dense("B", b, "A", a, a_dim, inner, index)
-        dense_transposed = dense if self.trans_a else dense.transpose(-1, -2)
-        return _DSD.apply(values, dense_transposed, (index, not self.trans_b, True))
+        return a, b
 
     def _sparse_and_dense(
-        self,
-        sparse_name: str,
-        values: torch.Tensor,
-        dense_name: str,
-        dense: torch.Tensor,
-        dim: int,
-        inner: int,
-        index: BlockIndex,
+        self, sparse_name: str, values: torch.Tensor, dense_name: str, dense: torch.Tensor, index: BlockIndex
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The operands of dsd and dds, likewise."""
+        if self.mode == "dsd":
+            dim, blocks = 3 if self.trans_b else 2, index.rows if self.trans_a else index.columns
+        else:
+            dim, blocks = 2 if self.trans_a else 3, index.columns if self.trans_b else index.rows
+        inner = blocks * index.block
         if dense.shape[dim] != inner:
             raise ValueError(f"Expected tensor {dense_name} to have size {inner} at dim {dim}, got {dense.shape[dim]}.")
         heads = _heads(dense.shape[1], index)
@@ -211,15 +240,25 @@ def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
     return x.expand(batch, heads, -1, -1)
 
 
-def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex, forced: str | None = None) -> torch.Tensor:
-    """a @ b on the live blocks. forced: as of `dispatch.choose`."""
-    a, b = _token_by_token("sdd", a, index, forced), _token_by_token("sdd", b.mT, index, forced)
-    chosen = choose("sdd", call_on(index, a, b), forced)
+def _sdd(
+    a: torch.Tensor, b: torch.Tensor, index: BlockIndex, walk: Walk | None = None, forced: str | None = None
+) -> torch.Tensor:
+    """a @ b on the live blocks. walk: that of a product which is remembered; forced: as of `dispatch.choose`."""
+    if walk is None:
+        columns = b.mT
+        a, read = _token_by_token("sdd", a, index, forced), _token_by_token("sdd", columns, index, forced)
+        b = b if read is columns else read.mT
+        walk = _walk_of_sdd(a, read, index, forced)
+    else:
+        index.ready()
+    return ops.matmul_sdd(a, b, *walk.rows, allow_tf32(), *walk.ends)
+
+
+def _walk_of_sdd(a: torch.Tensor, columns: torch.Tensor, index: BlockIndex, forced: str | None = None) -> Walk:
+    chosen, lists = choose("sdd", call_on(index, a, columns), forced), index.lists
     lines, entries, units, _, slots = _tiles(index, "rows", chosen)
-    return ops.matmul_sdd(
-        a, b.mT, index.row_offsets, index.row_columns, lines, entries, units, slots,
-        index.layout_heads, index.block, allow_tf32(), chosen.name,
-    )  # fmt: skip
+    offsets = lists.row_offsets, lists.row_columns
+    return Walk((*offsets, lines, entries, units, slots, index.layout_heads, index.block), (), (chosen.name,))
 
 
 def _dsd(
@@ -228,19 +267,28 @@ def _dsd(
     index: BlockIndex,
     transposed: bool,
     transpose_result: bool,
+    walk: Walk | None = None,
     forced: str | None = None,
 ) -> torch.Tensor:
-    lists: tuple[torch.Tensor | None, ...]
-    if transposed:
-        side, lists = "columns", (index.column_offsets, index.column_rows, index.column_slots)
+    values = values.contiguous()
+    if walk is None:
+        dense = _token_by_token("dsd", dense, index, forced)
+        walk = _walk_of_dsd(values, dense, index, transposed, forced)
     else:
-        side, lists = "rows", (index.row_offsets, index.row_columns, None)
-    values, dense = values.contiguous(), _token_by_token("dsd", dense, index, forced)
-    chosen = choose("dsd", call_on(index, dense, values), forced)
-    return ops.matmul_dsd(
-        values, dense, *lists, *_tiles(index, side, chosen), index.layout_heads, index.block, transpose_result,
-        allow_tf32(), chosen.name,
-    )  # fmt: skip
+        index.ready()
+    return ops.matmul_dsd(values, dense, *walk.rows, transpose_result, allow_tf32(), *walk.ends)
+
+
+def _walk_of_dsd(
+    values: torch.Tensor, dense: torch.Tensor, index: BlockIndex, transposed: bool, forced: str | None = None
+) -> Walk:
+    chosen, lists = choose("dsd", call_on(index, dense, values), forced), index.lists
+    of_side: tuple[torch.Tensor | None, ...]
+    if transposed:
+        side, of_side = "columns", (lists.column_offsets, lists.column_rows, lists.column_slots)
+    else:
+        side, of_side = "rows", (lists.row_offsets, lists.row_columns, None)
+    return Walk((*of_side, *_tiles(index, side, chosen), index.layout_heads, index.block), (), (chosen.name,))
 
 
 def _tiles(index: BlockIndex, side: str, chosen: Implementation) -> tuple[torch.Tensor | None, ...]:
@@ -255,10 +303,13 @@ def _tiles(index: BlockIndex, side: str, chosen: Implementation) -> tuple[torch.
 def _token_by_token(operation: str, x: torch.Tensor, index: BlockIndex, forced: str | None) -> torch.Tensor:
     """x, (B, H, tokens, D), with the numbers of each token adjacent in memory, where the operation then runs by kernels
     that read boxes: a copy costs less than the other kernels do. What is expanded is not copied."""
+    return ops.transpose(x) if _is_copied(operation, x, index, forced) else x
+
+
+def _is_copied(operation: str, x: torch.Tensor, index: BlockIndex, forced: str | None = None) -> bool:
     if x.stride(-1) == 1 or 0 in x.stride() or x.shape[-1] % 8 != 0:
-        return x
-    if_copied = choose(operation, call_on(index, x)._replace(operands=()), forced)
-    return ops.transpose(x) if if_copied.reads_boxes else x
+        return False
+    return choose(operation, call_on(index, x)._replace(operands=()), forced).reads_boxes
 
 
 def allow_tf32() -> bool:
@@ -266,28 +317,28 @@ def allow_tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32
 
 
-def _sdd_of_first(grad, a, b, index, forced):
-    return _dsd(grad, b.transpose(-1, -2), index, False, False, forced)
+def _sdd_of_first(grad, a, b, index, walk, forced):
+    return _dsd(grad, b.transpose(-1, -2), index, False, False, None, forced)
 
 
-def _sdd_of_second(grad, a, b, index, forced):
+def _sdd_of_second(grad, a, b, index, walk, forced):
     # In b's order of memory: where b is a transposed view, so is its gradient, and nothing is copied.
     rows_are_contiguous = b.stride(-1) == 1
-    grad_b = _dsd(grad, a, index, True, rows_are_contiguous, forced)
+    grad_b = _dsd(grad, a, index, True, rows_are_contiguous, None, forced)
     return grad_b if rows_are_contiguous else grad_b.transpose(-1, -2)
 
 
-def _dsd_of_values(grad, values, dense, index, transposed, transpose_result, forced):
+def _dsd_of_values(grad, values, dense, index, transposed, transpose_result, walk, forced):
     left, right = (dense, grad) if transposed else (grad, dense)
-    return _sdd(left, right.transpose(-1, -2), index, forced)
+    return _sdd(left, right.transpose(-1, -2), index, None, forced)
 
 
-def _dsd_of_dense(grad, values, dense, index, transposed, transpose_result, forced):
-    grad_dense = _dsd(values, grad, index, not transposed, transpose_result, forced)
+def _dsd_of_dense(grad, values, dense, index, transposed, transpose_result, walk, forced):
+    grad_dense = _dsd(values, grad, index, not transposed, transpose_result, None, forced)
     return grad_dense.transpose(-1, -2) if transpose_result else grad_dense
 
 
-def _read(grad, index, transposed, transpose_result, forced):
+def _read(grad, index, transposed, transpose_result, walk, forced):
     return _token_by_token("dsd", grad.transpose(-1, -2), index, forced) if transpose_result else grad
 
 

@@ -239,7 +239,8 @@ def matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
     """rpe or attn_mask as kernels take it, (B or 1, H or 1, T or 1, S) in a dtype of theirs, nothing repeated."""
     if x.dtype not in (torch.bool, dtype, wide_dtype(dtype)):
         x = as_added(x, wide_dtype(dtype))
-    return x.reshape((1,) * (4 - x.dim()) + x.shape).expand(-1, -1, -1, keys)
+    x = x if x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + x.shape)
+    return x if x.shape[3] == keys else x.expand(-1, -1, -1, keys)
 
 
 def key_bias_of(mask: torch.Tensor, dtype: torch.dtype, keys: int, may_be_bool: bool) -> torch.Tensor:
@@ -249,7 +250,7 @@ def key_bias_of(mask: torch.Tensor, dtype: torch.dtype, keys: int, may_be_bool: 
     elif not may_be_bool:
         # The logarithm of 1 and 0 is 0 and -inf.
         mask = mask.to(dtype).log()
-    mask = mask.expand(-1, keys)
+    mask = mask if mask.shape[1] == keys else mask.expand(-1, keys)
     # PyTorch calls every empty tensor contiguous, whatever its strides are.
     return mask.contiguous() if mask.numel() else mask.new_empty(mask.shape)
 

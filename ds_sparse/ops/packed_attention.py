@@ -7,6 +7,9 @@ a whole block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,11 +19,12 @@ from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..index.lookup import packed_index_of, row_index_of
 from ..index.tiles import SIDES
 from ._autograd import Function, differentiable_once
-from .attention_function import attend, attention_function
+from .attention_function import attend, attention_function, remembered_walk
 from .call import AttentionCall
 from .operands import call_on, check_heads, distinct_when_traced, lists_of_tiles
-from .packed_operands import Packed, check_row, check_tokens, known_twice
-from .window_attention import attend_in_window, fitting_window
+from .packed_operands import Packed, check_row, check_tokens, known_twice, row_of
+from .remembered import Known, Walk
+from .window_attention import attend_in_window, fitting_window, remembered_window
 
 
 def packed_attention(
@@ -30,39 +34,89 @@ def packed_attention(
     document_layout: str,
     block: int | None,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`block_sparse_attention` of packed documents, of a checked call of a row.
+) -> tuple[Tensor | tuple[Tensor, Tensor], PackedIndex | WindowIndex]:
+    """`block_sparse_attention` of packed documents, of a checked call of a row, and the index that it found.
 
     Raises:
         TypeError, ValueError: what does not fit, in a sentence.
     """
-    query, key, value, causal, as_given = call.query, call.key, call.value, call.causal, row.as_given
-    check_row(query, key, value)
+    query, key = call.query, call.key
+    check_row(query, key, call.value)
+    index: PackedIndex | WindowIndex
     if document_layout == "row":
         if return_lse or call.dropout_p:
             raise ValueError(
                 "return_lse and dropout_p are for document_layout='own'; leave them out with document_layout='row'."
             )
-        of_row = _row_index(layout, row.cu_seqlens, block, query, causal)
-        check_heads(of_row.blocks, query, key)
-        return as_given(attend_in_window(call, fitting_window(of_row, query)))
-    index = _own_index(layout, row, block, query)
-    check_heads(index, query, key)
-    if call.sinks is None and is_read_in_place(index, query, call.scale, call.dropout_p):
-        query, key, value = distinct_when_traced(query, key, value)
-        output, lse = attention_in_place(query, key, value, index, call.scale, causal)
+        index = _row_index(layout, row.cu_seqlens, block, query, call.causal)
+        check_heads(index.blocks, query, key)
+        index = fitting_window(index, query)
     else:
-        there = index.tokens_of, index.aligned, index.exists[0], None
-        query, key, value = (_Moved.apply(x, *there) for x in (query, key, value))
-        call = call._replace(query=query, key=key, value=value, key_padding_mask=index.exists)
-        output, lse = attend(call, index.causal_blocks(causal))
-        output = _back(output, index)
-    return (as_given(output), as_given(_back(lse, index))) if return_lse else as_given(output)
+        index = _own_index(layout, row, block, query)
+        check_heads(index, query, key)
+    return attend_documents(call, row.as_given, index, return_lse), index
 
 
-def _back(x: Tensor, index: PackedIndex) -> Tensor:
-    """Results by aligned numbers, (1, H, N * block, ...), as those of the row."""
-    return _Moved.apply(x, index.aligned, index.tokens_of, None, index.exists[0])
+def attend_documents(
+    call: AttentionCall,
+    as_given: Callable[[Tensor], Tensor],
+    index: PackedIndex | WindowIndex,
+    return_lse: bool,
+    walk: Walk | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs a checked call on an index that fits it. walk: that of a call which is remembered."""
+    if isinstance(index, WindowIndex):
+        return as_given(attend_in_window(call, index, walk))
+    in_place = _is_read_in_place(index, call) if walk is None else walk.function is _PackedAttention
+    if in_place:
+        output, lse = _attend_in_place(call, index, walk)
+    else:
+        exists = index.exists[0]
+        to = index.tokens_of, index.aligned, exists, None
+        query, key, value = (_Moved.apply(x, *to) for x in call[:3])
+        moved = call._replace(query=query, key=key, value=value, key_padding_mask=index.exists)
+        output, lse = attend(moved, index.causal_blocks(call.causal), walk)
+        output = _Moved.apply(output, index.aligned, index.tokens_of, None, exists)
+    if not return_lse:
+        return as_given(output)
+    return as_given(output), as_given(_Moved.apply(lse, index.aligned, index.tokens_of, None, index.exists[0]))
+
+
+def documents_again(
+    call: AttentionCall,
+    known: Known,
+    layout: Tensor | BlockIndex | PackedIndex,
+    cu_seqlens: Tensor | None,
+    document_layout: str,
+    block: int | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """Runs a call that is like one which has been checked, on the index that is given or kept; None where the index is
+    another than that one's."""
+    query: Tensor = call.query
+    index: Any = layout
+    if not isinstance(index, PackedIndex):
+        assert cu_seqlens is not None, "or the call would not be packed"
+        if document_layout == "own":
+            index = packed_index_of(index, cu_seqlens, block, query.device)
+        else:
+            tokens = query.shape[0 if query.dim() == 3 else 2]
+            index = row_index_of(index, cu_seqlens, block, tokens, call.causal, query.device)
+    walk = known.walks.get(index)
+    if walk is None:
+        return None
+    row = row_of(query, call.key, call.value, cu_seqlens)
+    call = call if row.query is query else call._replace(query=row.query, key=row.key, value=row.value)
+    return attend_documents(call, row.as_given, index, return_lse, walk)
+
+
+def remembered_documents(call: AttentionCall, index: PackedIndex | WindowIndex) -> Walk:
+    """The walk of calls like this one, which has been checked."""
+    if isinstance(index, WindowIndex):
+        return remembered_window(call, index)
+    if _is_read_in_place(index, call):
+        return _walk_in_place(index, call.query, call.causal).of_calls_like(_PackedAttention, call[:3])
+    return remembered_walk(call, index.causal_blocks(call.causal))._replace(in_place=False)
 
 
 def goes_by_places(name: str) -> str:
@@ -140,41 +194,49 @@ LEAST_SCALE = 1e-6
 """The kernels scale differences of scores in the exponent, which a factor that is not well above 0 does not allow."""
 
 
-def is_read_in_place(index: PackedIndex, query: Tensor, scale: float, dropout_p: float) -> bool:
+def _is_read_in_place(index: PackedIndex, call: AttentionCall) -> bool:
     """True where a kernel reads these documents, (1, H, T, D), where they lie."""
-    if scale <= LEAST_SCALE or dropout_p > 0:
+    if call.sinks is not None or call.scale <= LEAST_SCALE or call.dropout_p > 0:
         return False
-    return choose("block_sparse_attention", call_on(index, query)).name == "hopper"
+    return choose("block_sparse_attention", call_on(index, call.query)).name == "hopper"
 
 
-def attention_in_place(
-    query: Tensor, key: Tensor, value: Tensor, index: PackedIndex, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _attend_in_place(call: AttentionCall, index: PackedIndex, walk: Walk | None) -> tuple[Tensor, Tensor]:
     """Output (1, H, T, D), and lse (1, H, N * block) by aligned numbers, as of `block_sparse_attention`."""
-    depth = query.shape[-1]
-    output, lse, _ = _PackedAttention.apply(
-        readable(query), readable(key), readable(value), *[None] * 5, index, (scale, causal)
-    )
+    query, key, value, depth = *call[:3], call.query.shape[-1]
+    if walk is None:
+        query, key, value = distinct_when_traced(query, key, value)
+    if walk is None or not walk.in_place:
+        query, key, value = readable(query), readable(key), readable(value)
+    apply = _PackedAttention.apply if walk is None else walk.apply
+    output, lse, _ = apply(query, key, value, *[None] * 5, index, walk, (call.scale, call.causal))
     return output[..., :depth] if depth % 8 else output, lse
 
 
-def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, causal):
-    tile = choose("block_sparse_attention", call_on(index, query)).tile(index.block)
-    return ops.packed_attention_forward(
-        query, key, value, index.spans, index.tile_spans("rows", tile, causal),
-        *lists_of_tiles(index.tiles("rows", tile, causal)), index.layout_heads, index.block, scale, causal, True,
-    )  # fmt: skip
+def _walk_in_place(index: PackedIndex, query: Tensor, causal: bool) -> Walk:
+    tile = choose("block_sparse_attention", call_on(index, query), "hopper").tile(index.block)
+    lists = [lists_of_tiles(index.tiles(side, tile, causal)) for side in SIDES]
+    spans = [index.tile_spans(side, tile, causal) for side in SIDES]
+    sizes = index.layout_heads, index.block
+    rows = index.spans, spans[0], *lists[0], *sizes
+    return Walk(rows, (index.spans, *spans, *lists[0], *lists[1], *sizes))
 
 
-def _gradients(index, *call, wanted, forced):
+def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, causal, walk):
+    if walk is None:
+        tile = choose("block_sparse_attention", call_on(index, query)).tile(index.block)
+        lists = lists_of_tiles(index.tiles("rows", tile, causal))
+        rows = index.spans, index.tile_spans("rows", tile, causal), *lists, index.layout_heads, index.block
+    else:
+        rows = walk.on(index).rows
+    return ops.packed_attention_forward(query, key, value, *rows, scale, causal, True)
+
+
+def _gradients(index, *call, wanted, walk, forced):
     *saved, _, _, _, _, scale, causal = call
-    tile = choose("block_sparse_attention", call_on(index, saved[2]), "hopper").tile(index.block)
-    grads = ops.packed_attention_backward(
-        *saved, index.spans, *(index.tile_spans(side, tile, causal) for side in SIDES),
-        *(x for side in SIDES for x in lists_of_tiles(index.tiles(side, tile, causal))),
-        index.layout_heads, index.block, scale, causal, torch.are_deterministic_algorithms_enabled(), True,
-    )  # fmt: skip
-    return *grads, None
+    walk = _walk_in_place(index, saved[2], causal) if walk is None else walk.on(index)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return *ops.packed_attention_backward(*saved, *walk.both, scale, causal, deterministic, True), None
 
 
 _PackedAttention = attention_function("_PackedAttention", "block_sparse_attention", _run, _gradients)

@@ -81,10 +81,15 @@ def packed_operands(
     if any(nested):
         return _from_nested(those, cu_seqlens, all(nested))
     check_inputs(**those)
+    if query.dim() == 3 and (key.dim() != 3 or value.dim() != 3):
+        raise ValueError(f"Shapes are {_shapes(those)}; all have to be (T, heads, D), or all (1, heads, T, D).")
+    return row_of(query, key, value, cu_seqlens)
+
+
+def row_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Packed:
+    """The operands (T, H, D), or (1, H, T, D), as a row, without a check."""
     if query.dim() != 3:
         return Packed(query, key, value, cu_seqlens, lambda x: x)
-    if key.dim() != 3 or value.dim() != 3:
-        raise ValueError(f"Shapes are {_shapes(those)}; all have to be (T, heads, D), or all (1, heads, T, D).")
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     return Packed(query, key, value, cu_seqlens, lambda x: x[0].transpose(0, 1))
 

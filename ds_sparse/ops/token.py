@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -17,15 +17,18 @@ from ..index.kernels import require_kernel
 from ..index.lookup import index_of_lists, packed_pairs_of
 from ..index.packed import check_document_layout
 from ..index.token_forms import Nested, lists_of, tensors_in
-from ._autograd import product_function
+from ._autograd import Function, product_function
 from ._library import check_alike, check_inputs, under_autocast
 from .attention_function import attention_function
 from .operands import broadcasts, factor_of, lists_of_tiles, of_flash
-from .packed_operands import check_row, check_tokens, is_packed, packed_operands
+from .packed_operands import check_row, check_tokens, is_packed, packed_operands, row_of
+from .remembered import Remembered, Walk, signature
 
 Lists: TypeAlias = Tensor | Sequence | TokenIndex
 NAMES = ("q", "k", "v")
 """How sentences about packed operands call them here."""
+
+_known = Remembered()
 
 
 @overload
@@ -219,18 +222,71 @@ def sparse_attn(
         >>> torch.equal(output[[0, 2]], value[[0, 2]])
         True
     """
+    like = signature(
+        type(values),
+        (q, k, v),
+        (cu_seqlens, values if isinstance(values, Tensor) else None, offsets if isinstance(offsets, Tensor) else None),
+        (
+            None if isinstance(values, Tensor | TokenIndex) else values,
+            None if isinstance(offsets, Tensor) else offsets,
+            scale,
+            document_layout,
+        ),
+    )
+    known = None if like is None else _known.get(like)
+    if known is not None:
+        found = _found_index(values, offsets, q, k, cu_seqlens, document_layout)
+        walk = known.walks.get(found)
+        if walk is not None:
+            row = None if cu_seqlens is None else row_of(q, k, v, cu_seqlens)
+            output, lse = _attend(*((q, k, v) if row is None else row[:3]), found, known.scale, walk)
+            if row is not None:
+                output, lse = row.as_given(output), row.as_given(lse) if return_lse else lse
+            return (output, lse) if return_lse else output
     q, k, v, index, scale, as_given = pairs_call(q, k, v, values, offsets, scale, cu_seqlens, document_layout)
     _check_native("token_attention_forward", q, v)
+    output, lse = _attend(q, k, v, index, scale)
+    if like is not None and index is _found_index(values, offsets, q, k, cu_seqlens, document_layout):
+        _known.keep(like, scale, None, index, lambda: Walk().of_calls_like(_function_of(index, q, v), (q, k, v)))
+    return (as_given(output), as_given(lse)) if return_lse else as_given(output)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float, walk: Walk | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of a checked call. walk: that of one which is remembered."""
     operands, depth = [as_4d(x) for x in (q, k, v)], v.shape[-1]
-    if choose("sparse_attn", call_on_pairs(index, q, v)).tiles is None:
-        output, lse, _ = _Attention.apply(*operands, *[None] * 5, index, (scale,))
+    if walk is None:
+        function = _function_of(index, q, v)
+        apply = function.apply
     else:
-        output, lse, _ = _TiledAttention.apply(*map(readable, operands), *[None] * 5, index.tiles, (scale,))
+        function, apply = walk.function, walk.apply
+        index.ready()
+    if function is _Attention:
+        output, lse, _ = apply(*operands, *[None] * 5, index, walk, (scale,))
+    else:
+        operands = operands if walk is not None and walk.in_place else [readable(x) for x in operands]
+        output, lse, _ = apply(*operands, *[None] * 5, index.tiles, walk, (scale,))
         output = output[..., :depth] if depth % 8 else output
     if q.dim() != 4:
         lead = q.shape[:-2]
         output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
-    return (as_given(output), as_given(lse)) if return_lse else as_given(output)
+    return output, lse
+
+
+def _function_of(index: TokenIndex, q: Tensor, v: Tensor) -> type[Function]:
+    return _Attention if choose("sparse_attn", call_on_pairs(index, q, v)).tiles is None else _TiledAttention
+
+
+def _found_index(values: Any, offsets: Any, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, layout: str) -> Any:
+    """The index of a call that is remembered: the given one, or one that is kept."""
+    if isinstance(values, TokenIndex):
+        if cu_seqlens is None:
+            return values
+        return packed_pairs_of(values if q.is_meta else values.to(q.device), cu_seqlens, layout)
+    if cu_seqlens is not None:
+        return None
+    return _index_of_lists(values, offsets, q, k)
 
 
 class PairsCall(NamedTuple):
@@ -310,9 +366,12 @@ def token_index(values: Lists, offsets: Tensor | Sequence | None, q: Tensor, k: 
     values = lists_of("values", values, 1)
     if offsets is None:
         raise ValueError("offsets is not given; values need the end of each row, or give a TokenIndex as values.")
-    lengths = q.shape[-2], k.shape[-2]
-    given = values, lists_of("offsets", offsets, 1)
-    return fitting(index_of_lists(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
+    return fitting(_index_of_lists(values, lists_of("offsets", offsets, 1), q, k), q, k)
+
+
+def _index_of_lists(values: Nested, offsets: Nested, q: Tensor, k: Tensor) -> TokenIndex:
+    given, lengths = (values, offsets), (q.shape[-2], k.shape[-2])
+    return index_of_lists(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths)
 
 
 def _refuse_offsets(offsets: Tensor | Sequence | None) -> None:
@@ -428,11 +487,11 @@ _Matmul = product_function(
 )
 
 
-def _run(index, q, k, v, bias, key_bias, attn_mask, seed, scale):
+def _run(index, q, k, v, bias, key_bias, attn_mask, seed, scale, walk):
     return ops.token_attention_forward(q, k, v, index.row_offsets, index.columns, index.batch, index.heads, scale)
 
 
-def _gradients(index, *call, wanted, forced):
+def _gradients(index, *call, wanted, walk, forced):
     *saved, _, _, _, _, scale = call
     grads = ops.token_attention_backward(
         *saved, index.row_offsets, index.columns, *index.by_key, index.batch, index.heads, scale
@@ -440,11 +499,11 @@ def _gradients(index, *call, wanted, forced):
     return *grads, None
 
 
-def _run_tiles(tiles, q, k, v, bias, key_bias, attn_mask, seed, scale):
+def _run_tiles(tiles, q, k, v, bias, key_bias, attn_mask, seed, scale, walk):
     return ops.token_tiles_forward(q, k, v, *lists_of_tiles(tiles.rows), tiles.row_pairs, tiles.layout_heads, scale)
 
 
-def _gradients_of_tiles(tiles, *call, wanted, forced):
+def _gradients_of_tiles(tiles, *call, wanted, walk, forced):
     *saved, _, _, _, _, scale = call
     grads = ops.token_tiles_backward(
         *saved, *lists_of_tiles(tiles.rows), tiles.row_pairs, *lists_of_tiles(tiles.columns), tiles.column_pairs,

@@ -7,21 +7,25 @@ when they run: this is what compiled and exported graphs hold, for any length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from .._ops import ops
-from ..dispatch import choose, readable
+from ..dispatch import readable
 from ..index import WindowIndex
 from ..index.lookup import index_of_window
 from ..index.window_sizes import Numbers, WindowNumbers, global_numbers, of_heads
 from ..tools.wording import listed
 from ._autograd import Function, differentiable_once
-from .attention_function import attention_function, results_of_nothing
+from .attention_function import attention_function, results_of_nothing, walk_of
 from .call import AttentionCall
-from .operands import broadcasts, call_on, distinct_when_traced, key_bias_of, lists_of_tiles, of_flash, wide_dtype
+from .operands import broadcasts, distinct_when_traced, key_bias_of, of_flash, wide_dtype
 from .packed_operands import check_row, is_row, known_twice, packed_operands
 from .query_offset import check_window_offset, window_at
+from .remembered import Remembered, Walk, signature
+
+_known = Remembered()
 
 
 def window_attention(
@@ -88,10 +92,26 @@ def window_attention(
         >>> ds_sparse.window_attention(query, key, value, index).shape
         torch.Size([2, 4, 100, 16])
     """
+    by_index = isinstance(window_size, WindowIndex)
+    like = known = None
+    if query_offset is None:
+        like = signature(
+            type(window_size),
+            (query, key, value),
+            (key_padding_mask, sinks, cu_seqlens),
+            (None if by_index else window_size, causal, global_tokens, dilation, scale),
+        )
+        known = None if like is None else _known.get(like)
+    if known is not None:
+        found: Any = window_size if known.layout is None else _index_of(known.layout, query, cu_seqlens)
+        walk = known.walks.get(found)
+        if walk is not None:
+            call = AttentionCall(query, key, value, known.scale, causal, key_padding_mask, sinks=sinks)
+            return attend_in_window(call, found, walk)
     row = None
-    if is_row(query, key, value, cu_seqlens is not None or isinstance(window_size, WindowIndex)):
+    if is_row(query, key, value, cu_seqlens is not None or by_index):
         row = packed_operands(query, key, value, cu_seqlens)
-        if isinstance(window_size, WindowIndex) and row.cu_seqlens is not cu_seqlens:
+        if by_index and row.cu_seqlens is not cu_seqlens:
             raise ValueError(known_twice("A WindowIndex"))
         check_row(*row[:3])
         query, key, value, cu_seqlens, *_ = row
@@ -105,27 +125,34 @@ def window_attention(
                 f"query has {tokens} tokens and key {keys}; in a window they are the same tokens. Give query_offset "
                 "where the queries are a part of them."
             )
-        output = attend_in_window(call, _index(window_size, causal, global_tokens, dilation, cu_seqlens, call.query))
+        given = _given(window_size, causal, global_tokens, dilation, cu_seqlens, call.query)
+        index: Any = _index_of(given, call.query, cu_seqlens)
+        output = attend_in_window(call, index)
+        if like is not None and row is None:
+            numbers = None if given is index else given
+            _known.keep(like, call.scale, numbers, index, lambda: remembered_window(call, index))
     else:
         query_offset = check_window_offset(query_offset, tokens, keys)
         windows = _plain_windows(window_size, global_tokens, dilation, cu_seqlens, call.query.shape[1])
 
         def in_windows(call: AttentionCall) -> torch.Tensor:
-            return attend_in_window(call, _index(windows, call.causal, None, 1, None, call.query))
+            given = _given(windows, call.causal, None, 1, None, call.query)
+            return attend_in_window(call, _index_of(given, call.query))
 
         output = window_at(in_windows, call, query_offset, windows)
     return output if row is None else row.as_given(output)
 
 
-def attend_in_window(call: AttentionCall, index: WindowIndex | WindowNumbers) -> torch.Tensor:
-    """Output of a checked call in the windows of an index that fits it."""
+def attend_in_window(call: AttentionCall, index: WindowIndex | WindowNumbers, walk: Walk | None = None) -> torch.Tensor:
+    """Output of a checked call in the windows of an index that fits it. walk: that of a call which is remembered."""
     query, key, value = call.query, call.key, call.value
     if query.numel() == 0:
         return results_of_nothing(call)[0]
     _, heads, tokens, head_dim = query.shape
     key_bias = None
     if call.key_padding_mask is not None:
-        key_bias = key_bias_of(call.key_padding_mask, wide_dtype(query.dtype), tokens, query.is_cuda)[:, None]
+        key_bias = key_bias_of(call.key_padding_mask, wide_dtype(query.dtype), tokens, query.is_cuda)
+        key_bias = key_bias.view(-1, 1, 1, tokens)
     if isinstance(index, WindowIndex):
         order, inverse = index.order, index.inverse
     else:
@@ -135,13 +162,14 @@ def attend_in_window(call: AttentionCall, index: WindowIndex | WindowNumbers) ->
             key, value = (x.repeat_interleave(heads // key.shape[1], 1) for x in (key, value))
         query, key, value = (_Ordered.apply(x, order, inverse) for x in (query, key, value))
         if key_bias is not None:
-            key_bias = _ordered(key_bias.expand(-1, len(order), -1).unsqueeze(3), order).squeeze(3)
-    if torch.compiler.is_compiling():
+            of_heads = key_bias.squeeze(2).expand(-1, len(order), -1).unsqueeze(3)
+            key_bias = _ordered(of_heads, order).squeeze(3).unsqueeze(2)
+    if walk is None and torch.compiler.is_compiling():
         query, key, value = distinct_when_traced(query, key, value)
-    key_bias = None if key_bias is None else key_bias.unsqueeze(2)
-    output, _, _ = _WindowAttention.apply(
-        readable(query), readable(key), readable(value), None, call.sinks, key_bias, None, None, index, (call.scale,)
-    )
+    if walk is None or not walk.in_place:
+        query, key, value = readable(query), readable(key), readable(value)
+    apply = _WindowAttention.apply if walk is None else walk.apply
+    output, _, _ = apply(query, key, value, None, call.sinks, key_bias, None, None, index, walk, (call.scale,))
     output = output[..., :head_dim] if head_dim % 8 else output
     return output if order is None else _Ordered.apply(output, inverse, order)
 
@@ -163,7 +191,7 @@ def _plain_windows(
     return of_heads("window_size", given, 0, heads)
 
 
-def _index(
+def _given(
     given: Numbers | WindowIndex,
     causal: bool,
     global_tokens: Sequence[int] | torch.Tensor | None,
@@ -171,15 +199,11 @@ def _index(
     cu_seqlens: torch.Tensor | None,
     query: torch.Tensor,
 ) -> WindowIndex | WindowNumbers:
-    """The index that is given, or that of the numbers, after a check that it fits the query. Numbers stay such while a
-    graph is traced."""
+    """The index that is given, or the numbers, after a check that it fits the query."""
     _, heads, tokens, _ = query.shape
     if not isinstance(given, WindowIndex):
         windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
-        numbers = WindowNumbers(windows, bool(causal), global_numbers(global_tokens, tokens), dilations)
-        if torch.compiler.is_compiling() and cu_seqlens is None:
-            return numbers
-        return index_of_window(tokens, numbers, _device_of(query), cu_seqlens).ready()
+        return WindowNumbers(windows, bool(causal), global_numbers(global_tokens, tokens), dilations)
     besides = {
         "causal": causal,
         "global_tokens": global_tokens is not None,
@@ -190,6 +214,22 @@ def _index(
         names = listed((name for name, is_given in besides.items() if is_given), "and")
         raise ValueError(f"A WindowIndex is given, and {names} besides; build it with that, and leave it out here.")
     return fitting_window(given, query)
+
+
+def _index_of(
+    given: WindowIndex | WindowNumbers, query: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+) -> WindowIndex | WindowNumbers:
+    """The index itself, or that of the numbers. These stay such while a graph is traced."""
+    if isinstance(given, WindowIndex) or (torch.compiler.is_compiling() and cu_seqlens is None):
+        return given
+    return index_of_window(query.shape[2], given, _device_of(query), cu_seqlens).ready()
+
+
+def remembered_window(call: AttentionCall, index: WindowIndex) -> Walk:
+    """The walk of calls like this one, which has been checked."""
+    operands = call.query, call.key, call.value
+    walk = walk_of(index.blocks, call.query).of_calls_like(_WindowAttention, operands, call.sinks)
+    return walk if index.order is None else walk._replace(in_place=False)
 
 
 def fitting_window(given: WindowIndex, query: torch.Tensor) -> WindowIndex:
@@ -237,34 +277,32 @@ class _Ordered(Function):
         return _ordered(grad, ctx.inverse), None, None
 
 
-def window_attention_forward(index: WindowIndex | WindowNumbers, *call) -> tuple[torch.Tensor, ...]:
+def window_attention_forward(
+    index: WindowIndex | WindowNumbers, *call, walk: Walk | None = None
+) -> tuple[torch.Tensor, ...]:
     """output, lse and the saved statistics of rows: of query, key, value, key_bias and scale."""
     if isinstance(index, WindowNumbers):
         return ops.window_numbers_forward(*call, *index)
     *tensors, scale = call
     blocks = index.blocks
-    chosen = choose("block_sparse_attention", call_on(blocks, call[0]))
-    tile = chosen.tile(blocks.block)
+    walk = walk_of(blocks, call[0]) if walk is None else walk.on(index).on(blocks)
     return ops.window_attention_forward(
-        *tensors, index.limits, index.places, *lists_of_tiles(blocks.tiles("rows", tile)),
-        blocks.layout_heads, blocks.block, tile, index.num_global, scale, index.causal, chosen.name,
-    )  # fmt: skip
+        *tensors, index.limits, index.places, *walk.rows, index.num_global, scale, index.causal, walk.ends[0]
+    )
 
 
 def window_attention_backward(
-    index: WindowIndex | WindowNumbers, *call, forced: str | None = None
+    index: WindowIndex | WindowNumbers, *call, walk: Walk | None = None, forced: str | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value. forced: as of `dispatch.choose`."""
     if isinstance(index, WindowNumbers):
         return ops.window_numbers_backward(*call, *index)
     *tensors, scale, deterministic = call
     blocks = index.blocks
-    chosen = choose("block_sparse_attention", call_on(blocks, call[1]), forced)
-    tile = chosen.tile(blocks.block)
+    walk = walk_of(blocks, call[1], forced) if walk is None else walk.on(index).on(blocks)
     return ops.window_attention_backward(
-        *tensors, index.limits, index.places,
-        *lists_of_tiles(blocks.tiles("rows", tile)), *lists_of_tiles(blocks.tiles("columns", tile)),
-        blocks.layout_heads, blocks.block, tile, index.num_global, scale, index.causal, deterministic, chosen.name,
+        *tensors, index.limits, index.places, *walk.both, index.num_global, scale, index.causal, deterministic,
+        walk.ends[0],
     )  # fmt: skip
 
 
@@ -276,14 +314,14 @@ def window_order(tokens: int, numbers: WindowNumbers, device: torch.device) -> t
     return order, inverse
 
 
-def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale):
-    return window_attention_forward(index, query, key, value, key_bias, scale)
+def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, walk):
+    return window_attention_forward(index, query, key, value, key_bias, scale, walk=walk)
 
 
-def _gradients(index, grad_output, grad_lse, *call, wanted, forced):
+def _gradients(index, grad_output, grad_lse, *call, wanted, walk, forced):
     *saved, _, key_bias, _, _, scale = call
     numbers = key_bias, scale, torch.are_deterministic_algorithms_enabled()
-    return *window_attention_backward(index, grad_output, *saved, *numbers, forced=forced), None
+    return *window_attention_backward(index, grad_output, *saved, *numbers, walk=walk, forced=forced), None
 
 
 _WindowAttention = attention_function("_WindowAttention", "window_attention", _run, _gradients)
