@@ -64,7 +64,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def("index_bits_of_documents(Tensor? bits, Tensor ranges, bool own, bool causal) -> Tensor");
 
   // The first token, and the one after the last, that are in each token's document and at most windows[l] away.
-  // cu_seqlens (documents + 1), which begins with 0 and ends with tokens, and windows (L), int32 -> int32 (L, tokens, 2)
+  // cu_seqlens (documents + 1), which begins with 0 and ends with tokens, and windows (L), int32 -> int32 (L, tokens,
+  // 2)
   m.def("index_limits(Tensor cu_seqlens, Tensor windows, int tokens) -> Tensor");
 
   // spans int32 (N, 2) of the blocks that lines and then entries of tiles are, zeros where there is no such block.
