@@ -5,11 +5,10 @@
 
 #include "../../index.h"
 #include "../common/launch.h"
+#include "tuning.h"
 
 namespace ds_sparse::index {
 namespace {
-
-constexpr int kThreads = 256;
 
 // So many thread blocks that each thread has one of `count`.
 int64_t blocks_for(int64_t count) { return ceil_div<int64_t>(count, kThreads); }
@@ -19,8 +18,6 @@ struct Layout {
   int64_t head_stride, row_stride, column_stride;
   int rows, columns;
 };
-
-constexpr int kAtOnce = 8;  // words of a warp, whose reads are under way together
 
 __global__ void bits_kernel(Layout layout, uint32_t* bits, int64_t count, bool causal) {
   const int words = words_of(layout.columns), lane = threadIdx.x % 32;

@@ -5,11 +5,11 @@
 
 #include "../../index.h"
 #include "../common/launch.h"
+#include "tuning.h"
 
 namespace ds_sparse::index {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr unsigned kAll = 0xffffffffu;
 
 struct Memory {
@@ -121,9 +121,6 @@ __global__ void __launch_bounds__(kThreads) lines_kernel(Memory m, bool of_rows,
     atomicAdd(reinterpret_cast<Count*>(&m.header().live_of_first), static_cast<Count>(live_of_first));
   }
 }
-
-// Of kItems items, one a lane, the places in the order of their head: each warp compares them with an eighth of all.
-constexpr int kItems = 32;
 
 __device__ int sum_of_warps(int x) {
   __shared__ int of_warps[kWarps][kItems];

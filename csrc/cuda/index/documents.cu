@@ -5,11 +5,10 @@
 
 #include "../../index.h"
 #include "../common/launch.h"
+#include "tuning.h"
 
 namespace ds_sparse::index {
 namespace {
-
-constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) bits_of_documents_kernel(
     const uint32_t* layout, const int32_t* ranges, uint32_t* to, int64_t count, int rows, int words, int blocks,
