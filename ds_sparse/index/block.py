@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._ops import ops
 from ..dispatch import TILE, tile_heights
 from ..layout import check_values, unpack_bits, with_heads_of_sequences
-from .build import NUMBERS, TilePlan, bits_of, bits_of_blocks
+from .build import NUMBERS, TilePlan, bits_of, bits_of_blocks, causal_bits_of
 from .cache import is_capturing
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
@@ -22,7 +21,7 @@ from .packing import MAX_BLOCKS
 from .ready_event import ReadyEvent
 from .strips import Strips
 from .tiles import SIDES, Tiles
-from .transforms import outside_transforms, refuse_without_values, unwrap_functorch
+from .transforms import outside_transforms, outside_transforms_or_traced, refuse_without_values, unwrap_functorch
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -106,9 +105,9 @@ class BlockIndex(OnDevice):
                 group of heads that share a key head, and (B, H, Hkv or 1, R, C), one for each sequence.
             block: tokens on a block's side, a power of two, 8 or more.
             capacity: live blocks, of all heads and sequences together, for which a bounded index of a bool layout has
-                space. Rows that have none are NaN, and reading `live_blocks` raises. None: as many as there are; in a
-                graph of torch.compile and in the capture of a CUDA graph, where nobody can wait for that number, as
-                many as the layout has blocks.
+                space. In attention rows that have none are NaN, and reading `live_blocks` raises. None: as many as
+                there are; in a graph of torch.compile and in the capture of a CUDA graph, where nobody can wait for
+                that number, as many as the layout has blocks.
 
         Returns:
             The index, on the layout's device.
@@ -131,10 +130,17 @@ class BlockIndex(OnDevice):
         heads, rows, columns = layout.shape
         if capacity is None:
             capacity = heads * rows * columns
-        elif isinstance(capacity, bool) or not isinstance(capacity, Integral) or capacity < 0:
-            raise ValueError(f"capacity is {capacity!r}; it has to be an integer of 0 or more, the most live blocks.")
+        elif isinstance(capacity, bool) or not isinstance(capacity, Integral) or not 0 <= capacity < 2**31:
+            raise ValueError(
+                f"capacity is {capacity!r}; it has to be an integer of 0 or more and below 2**31, the most live blocks."
+            )
         _check_size(rows, columns)
-        return cls._bounded(bits_of(layout), columns, block, num_sequences, capacity)
+        if heads * rows * columns >= 2**31:
+            raise ValueError(
+                f"The layout has {heads * rows * columns} blocks, and nobody can wait here to see that fewer than "
+                "2**31 are live. Use a larger block, or build the index without capacity."
+            )
+        return cls._bounded(bits_of(layout), columns, block, heads // num_sequences, num_sequences, capacity)
 
     @classmethod
     def from_blocks(cls, block_indices: torch.Tensor, block: int, columns: int | None = None) -> BlockIndex:
@@ -147,7 +153,8 @@ class BlockIndex(OnDevice):
             block_indices: int32 or int64 (R, k), (H, Hkv or 1, R, k) or (B, H, Hkv or 1, R, k): the block columns that
                 each block row sees, in any order, repeated ones once; -1 for none.
             block: tokens on a block's side, a power of two, 8 or more.
-            columns: C; R if it is not given. On the CPU a block beyond them is an error; elsewhere it is none.
+            columns: C; R if it is not given. On the CPU a block beyond them is an error; elsewhere, and in a graph of
+                torch.compile, it is none.
 
         Returns:
             The index, with space for k blocks a row, on the device of `block_indices`.
@@ -181,8 +188,12 @@ class BlockIndex(OnDevice):
                 f"block_indices names block {int(named[tuple(place)])} for row {place[2]} of head {place[1]}, and "
                 f"there are {columns} columns; give numbers below that, and -1 for none."
             )
-        bits = bits_of_blocks(named.flatten(0, 1), columns)
-        return cls._bounded(bits, columns, block, sequences, sequences * heads * rows * min(listed, columns))
+        capacity = sequences * heads * rows * min(listed, columns)
+        if capacity >= 2**31:
+            raise ValueError(
+                f"block_indices has {capacity} numbers of blocks; the index holds fewer than 2**31. Use larger blocks."
+            )
+        return cls._bounded(bits_of_blocks(named.flatten(0, 1), columns), columns, block, heads, sequences, capacity)
 
     @classmethod
     def from_mask(cls, token_mask: torch.Tensor, block: int, *, partial: str = "error") -> BlockIndex:
@@ -258,6 +269,7 @@ class BlockIndex(OnDevice):
         bits: torch.Tensor,
         columns: int,
         block: int,
+        num_heads: int,
         num_sequences: int,
         capacity: int,
         reaches_ahead: bool | None = None,
@@ -265,7 +277,7 @@ class BlockIndex(OnDevice):
         """The bounded index of a layout's bits, whose tiles are made when they are first asked for."""
         heads, rows, _ = bits.shape
         return cls(
-            block=block, num_heads=heads // num_sequences, layout_heads=heads, rows=rows, columns=columns,
+            block=block, num_heads=num_heads, layout_heads=heads, rows=rows, columns=columns,
             _live_blocks=None, _reaches_ahead=reaches_ahead, bits=bits, _made={}, num_sequences=num_sequences,
             capacity=capacity,
         )  # fmt: skip
@@ -343,6 +355,7 @@ class BlockIndex(OnDevice):
         if "counted" not in self._made:
             what = "The live blocks of an index that nobody waited for cannot be counted"
             self._refuse_to_make("read index.live_blocks once before.", what)
+            self._ready.wait(self._tensors)
             self._made["counted"] = self._count()
         live_blocks, reaches_ahead = self._made["counted"]
         if live_blocks > self.capacity:
@@ -351,6 +364,15 @@ class BlockIndex(OnDevice):
                 f"NaN. Build it with capacity={live_blocks} or more."
             )
         return live_blocks, reaches_ahead
+
+    def _begin_to_make(self) -> None:
+        """Has the current stream wait for what parts of a bounded index are made of. A graph makes, and keeps, no parts
+        of an index from outside: they would have no values until it runs."""
+        if self._ready.is_recorded:
+            what = "What attention walks of a bounded index, made outside, cannot be made"
+            if torch.compiler.is_compiling() or is_capturing():
+                self._refuse_to_make("build the index in there, or call once before.", what)
+        self._ready.wait(self._tensors)
 
     @property
     def device(self) -> torch.device:
@@ -423,11 +445,13 @@ class BlockIndex(OnDevice):
 
     def exact(self) -> BlockIndex:
         """The index with as many entries as there are live blocks, which products and Softmax walk: itself, or, of a
-        bounded one, an index that is built at the first call, which synchronises once."""
+        bounded one, an index that is built at the first call, which synchronises twice. Raises ValueError as
+        `live_blocks`."""
         if self.capacity is None:
             return self
         if "exact" not in self._made:
             self._refuse_to_make("pass index.exact().", "The live blocks of a bounded index cannot be counted")
+            _ = self._counted
             self._made["exact"] = self._make_exact()
         return self._made["exact"]
 
@@ -467,6 +491,7 @@ class BlockIndex(OnDevice):
         if side not in SIDES:
             raise ValueError(f"side is {side!r}; it has to be 'rows' or 'columns'.")
         if self.capacity is not None and (side, tile) not in self._made:
+            self._begin_to_make()
             self._made.update(self._make_bounded_tiles(tile, self.capacity))
             self._ready.record()
         return self._once((side, tile), partial(self._make_tiles, side, tile))
@@ -481,15 +506,21 @@ class BlockIndex(OnDevice):
         if self._reaches_ahead is False:
             return self
         if self.capacity is not None and "causal" not in self._made:
-            bits = ops.index_causal_bits(self.bits)
+            self._begin_to_make()
             self._made["causal"] = self._bounded(
-                bits, self.columns, self.block, self.num_sequences, self.capacity, reaches_ahead=False
-            )
+                causal_bits_of(self.bits), self.columns, self.block, self.num_heads, self.num_sequences, self.capacity,
+                reaches_ahead=False,
+            )  # fmt: skip
         if "causal" not in self._made:
             what = "The blocks above the diagonal cannot be left out of an index"
             self._refuse_to_make("pass index.causal().", what)
+            self._ready.wait(self._tensors)
             self._made["causal"] = self._make_causal()
-        return self._made["causal"]
+        causal = self._made["causal"]
+        if causal.num_heads == self.num_heads:
+            return causal
+        # Made for another number of heads, which share what is made.
+        return self._made.setdefault(("causal", self.num_heads), causal.for_heads(self.num_heads))
 
     @property
     def has_causal(self) -> bool:
@@ -590,7 +621,7 @@ class BlockIndex(OnDevice):
 
     @outside_transforms
     def _make_causal(self) -> BlockIndex:
-        bits = ops.index_causal_bits(self.bits)
+        bits = causal_bits_of(self.bits)
         return self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
 
     @outside_transforms
@@ -622,6 +653,7 @@ class BlockIndex(OnDevice):
         counts, _ = plan.fetch()
         return plan.fill(counts.layout_heads, counts.sizes)[side, tile]
 
+    @outside_transforms_or_traced
     def _make_bounded_tiles(self, tile: int, capacity: int) -> dict[tuple[str, int], Tiles]:
         plan = TilePlan.of(self.bits, self.columns, self.block, [tile], bounded=True)
         return plan.fill(self.layout_heads, [capacity])

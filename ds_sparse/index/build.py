@@ -14,6 +14,7 @@ from .._ops import ops
 from .kernels import require_kernel
 from .packing import MAX_LINES
 from .tiles import SIDES, Tiles
+from .transforms import outside_transforms_or_traced
 
 NUMBERS = 38
 """Numbers at the beginning of a plan's counts that are for the host: Header in csrc/index.h."""
@@ -109,16 +110,24 @@ class TilePlan:
         return {(side, tile): Tiles(tile, *made[4 * i : 4 * i + 4]) for i, (side, tile) in keys}
 
 
+@outside_transforms_or_traced
 def bits_of(layout: Tensor) -> Tensor:
     """The bits of a layout (L, R, C), bool or uint8. Raises RuntimeError where it is on a device without kernels."""
     require_kernel("index_bits", layout.device)
     return ops.index_bits(layout, False)
 
 
+@outside_transforms_or_traced
 def bits_of_blocks(block_indices: Tensor, columns: int) -> Tensor:
     """The same of the blocks that `block_indices` (L, R, k) names for each row."""
     require_kernel("index_bits_of_blocks", block_indices.device)
     return ops.index_bits_of_blocks(block_indices.contiguous(), columns, False)
+
+
+@outside_transforms_or_traced
+def causal_bits_of(bits: Tensor) -> Tensor:
+    """The bits of the blocks that are not above the diagonal."""
+    return ops.index_causal_bits(bits)
 
 
 def _on_host(*tensors: Tensor) -> list[int]:

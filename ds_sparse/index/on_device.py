@@ -61,6 +61,7 @@ class OnDevice:
         if name not in self._made:
             if instead is not None:
                 self._refuse_to_make(instead)
+            self._ready.wait(self._tensors)
             self._made[name] = make()
             self._ready.record()
         self._ready.wait(self._tensors)

@@ -33,6 +33,11 @@ class ReadyEvent:
             stream = torch.cuda.current_stream(self.device)
             self._event, self._behind = stream.record_event(), {stream.cuda_stream}
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the index was made on a GPU, and in no trace and no capture."""
+        return self._event is not None
+
     def wait(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Puts what the current stream does next behind the event; `tensors` gives all that has been made."""
         # The stream's number is had in a tenth of the time of a stream.

@@ -31,6 +31,17 @@ def outside_transforms(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]
     return made
 
 
+def outside_transforms_or_traced(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """`outside_transforms` of what waits for no device, and is part of a graph where torch.compile traces."""
+    outside = outside_transforms(make)
+
+    @wraps(make)
+    def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        return make(*args, **kwargs) if torch.compiler.is_compiling() else outside(*args, **kwargs)
+
+    return made
+
+
 def in_a_thread(make: Callable[[], _Made]) -> _Made:
     """Runs `make` in a thread of its own: free of the caller's modes (fake tensors, export) and of the memory pool that
     torch.compile's CUDA graphs take theirs from, which the result would outlive."""

@@ -225,7 +225,7 @@ def block_sparse_attention(
         check_heads(index, query, key)
         if distance_bias is not None:
             check_distance_bias(distance_bias, query, key.shape[2], query.shape[2] - 1, rpe)
-            if distance_bias.requires_grad and isinstance(index, BlockIndex):
+            if torch.is_grad_enabled() and distance_bias.requires_grad and isinstance(index, BlockIndex):
                 index.for_all_sequences("Gradients of distance_bias are")
         output, lse = attend(call, index)
         if like is not None and given.device == query.device:

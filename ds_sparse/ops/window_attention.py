@@ -107,7 +107,7 @@ def window_attention(
         walk = known.walks.get(found)
         if walk is not None:
             call = AttentionCall(query, key, value, known.scale, causal, key_padding_mask, sinks=sinks)
-            return attend_in_window(call, found, walk)
+            return attend_in_window(call, found.ready(), walk)
     row = None
     if is_row(query, key, value, cu_seqlens is not None or by_index):
         row = packed_operands(query, key, value, cu_seqlens)

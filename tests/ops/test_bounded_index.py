@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import product
 
@@ -10,6 +11,7 @@ import torch
 from helpers import EXAMPLES, generator, gradients, leaf, random
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_sparse import BlockIndex, MatMul, block_sparse_attention
@@ -131,7 +133,7 @@ def test_numbers_that_do_not_fit_are_refused():
     for columns in (0, 2.0, True):
         with pytest.raises(ValueError, match=f"columns is {columns!r}; it has to be an integer of 1 or more"):
             BlockIndex.from_blocks(named, 16, columns)
-    with pytest.raises(ValueError, match="capacity is -1; it has to be an integer of 0 or more"):
+    with pytest.raises(ValueError, match="capacity is -1; it has to be an integer of 0 or more and below"):
         BlockIndex.build(torch.ones(2, 2, dtype=torch.bool), 16, capacity=-1)
     with pytest.raises(TypeError, match="layout is torch.int64, and nobody can wait here"):
         BlockIndex.build(torch.ones(2, 2, dtype=torch.int64), 16, capacity=4)
@@ -221,6 +223,73 @@ def test_building_and_attending_waits_for_nothing_and_a_cuda_graph_repeats_it(de
         right = step()
         torch.testing.assert_close(results[0], right[0], atol=0, rtol=0)
         torch.testing.assert_close(results[1], right[1], atol=2e-2, rtol=2e-2)
+
+
+def test_another_stream_waits_for_the_one_that_named_the_blocks(device: str):
+    if device == "cpu":
+        pytest.skip("a matter of GPUs")
+    query = torch.randn(1, 1, 256, 64, device=device)
+    named = torch.tensor([[0], [1], [2], [3]], device=device)
+    right = block_sparse_attention(query, query, query, BlockIndex.from_blocks(named, 64).causal(), causal=True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(int(1e8))
+        index = BlockIndex.from_blocks(named, 64)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = block_sparse_attention(query, query, query, index.causal(), causal=True)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, right, atol=0, rtol=0)
+
+
+def test_a_capture_makes_no_parts_of_an_index_from_outside(device: str):
+    if device == "cpu":
+        pytest.skip("a matter of GPUs")
+    query = torch.randn(1, 1, 64, 64, device=device)
+    index = BlockIndex.from_blocks(torch.zeros(1, 1, dtype=torch.int64, device=device), 64)
+    BlockIndex.from_blocks(torch.zeros(1, 1, dtype=torch.int64, device=device), 64).tiles("rows")
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(
+            RuntimeError, match="made outside, cannot be made while a CUDA graph is captured; build the index"
+        ),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        block_sparse_attention(query, query, query, index)
+    block_sparse_attention(query, query, query, index)
+
+
+def test_what_is_made_under_modes_is_none_of_theirs():
+    query = torch.randn(1, 1, 64, 8)
+    fresh = [BlockIndex.from_blocks(torch.tensor([[0, 1]] * 4), 16) for _ in range(3)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        x = fake.from_tensor(query)
+        assert isinstance(block_sparse_attention(x, x, x, fresh[0].causal(), causal=True), FakeTensor)
+    torch.func.grad(lambda x: block_sparse_attention(x, x, x, fresh[1].causal(), causal=True).sum())(query)
+    with torch.inference_mode():
+        block_sparse_attention(query, query, query, fresh[2].causal(), causal=True)
+    right = BlockIndex.build(fresh[0].layout(), 16).causal()
+    right = block_sparse_attention(query, query, query, right, causal=True)
+    for index in fresh:
+        assert not any(isinstance(x, FakeTensor) or x.is_inference() for x in index._held())
+        for same in (index, copy.deepcopy(index)):
+            torch.testing.assert_close(block_sparse_attention(query, query, query, same, causal=True), right)
+
+
+def test_causal_parts_are_for_as_many_heads_as_their_index():
+    for index in (BlockIndex.from_blocks(torch.tensor([[1], [0]]), 16), BlockIndex.build(torch.ones(2, 2).bool(), 16)):
+        assert (index.for_heads(4).causal().num_heads, index.causal().num_heads) == (4, 1)
+        assert index.causal() is index.causal()
+
+
+def test_a_learned_bias_by_distance_is_read_where_no_gradient_is_asked_for():
+    query, live = torch.randn(2, 1, 64, 8), torch.rand(2, 1, 4, 4) < 0.5
+    bias = torch.randn(1, 127, requires_grad=True)
+    with pytest.raises(ValueError, match="Gradients of distance_bias are of one layout for all sequences"):
+        block_sparse_attention(query, query, query, live, distance_bias=bias)
+    with torch.no_grad():
+        ours = block_sparse_attention(query, query, query, live, distance_bias=bias)
+    right = [block_sparse_attention(x[None], x[None], x[None], of, distance_bias=bias) for x, of in zip(query, live)]
+    torch.testing.assert_close(ours, torch.cat(right))
 
 
 def test_products_count_a_bounded_index_once_and_refuse_one_of_sequences(device: str):
