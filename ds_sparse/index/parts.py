@@ -182,7 +182,8 @@ class Parts:
             if tokens == len(self.layout) == 1:
                 column, place = self._end(offset, keys, causal)
                 before, is_own = self._seen_before(first, column)
-                listed = before + (place + 1 if is_own else 0)
+                # Where it sees nothing all of the row stays listed, unseen: a softmax is of one number at least.
+                listed = before + (place + 1 if is_own else 0) or None
         token = table.tokens(starts.transpose(1, 2))  # (P, L, K, M)
         last = position.clamp(max=keys - 1) if causal else torch.full_like(position, keys - 1)
         seen = token.unsqueeze(2) <= last[:, None, :, None, None]
