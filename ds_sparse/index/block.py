@@ -370,8 +370,7 @@ class BlockIndex(OnDevice):
         of an index from outside: they would have no values until it runs."""
         if self._ready.is_recorded:
             what = "What attention walks of a bounded index, made outside, cannot be made"
-            if torch.compiler.is_compiling() or is_capturing():
-                self._refuse_to_make("build the index in there, or call once before.", what)
+            self._refuse_to_make("build the index in there, or call once before.", what)
         self._ready.wait(self._tensors)
 
     @property
@@ -400,7 +399,7 @@ class BlockIndex(OnDevice):
         self.for_all_sequences(
             "Lists of live blocks, which MatMul, Softmax and the gradient of distance_bias walk, are"
         )
-        if self.capacity is not None:
+        if self.bounded:
             return self.exact().lists
         return self._once("lists", self._make_lists)
 
@@ -445,14 +444,18 @@ class BlockIndex(OnDevice):
 
     def exact(self) -> BlockIndex:
         """The index with as many entries as there are live blocks, which products and Softmax walk: itself, or, of a
-        bounded one, an index that is built at the first call, which synchronises twice. Raises ValueError as
+        bounded one, an index that is built at the first call, which synchronises once. Raises ValueError as
         `live_blocks`."""
-        if self.capacity is None:
+        if not self.bounded:
             return self
         if "exact" not in self._made:
             self._refuse_to_make("pass index.exact().", "The live blocks of a bounded index cannot be counted")
+            self._ready.wait(self._tensors)
+            exact = self._make_exact()
+            live_blocks = exact.live_blocks * self.layout_heads // exact.layout_heads
+            self._made["counted"] = live_blocks, exact.reaches_ahead
             _ = self._counted
-            self._made["exact"] = self._make_exact()
+            self._made["exact"] = exact
         return self._made["exact"]
 
     def for_all_sequences(self, what: str) -> BlockIndex:
@@ -525,7 +528,7 @@ class BlockIndex(OnDevice):
     @property
     def has_causal(self) -> bool:
         """Tells if `causal()` is there, and builds nothing."""
-        return self._reaches_ahead is False or self.capacity is not None or "causal" in self._made
+        return self._reaches_ahead is False or self.bounded or "causal" in self._made
 
     @property
     def row_lengths(self) -> list[int]:
@@ -554,7 +557,7 @@ class BlockIndex(OnDevice):
         refuse_without_values("The index", self.bits)
         self._ready.wait(self._tensors)
         bits = self.bits.to(device)
-        if self.capacity is not None:
+        if self.bounded:
             return replace(self, bits=bits, _made={})
         if device.type == "cuda":
             moved = self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
@@ -610,7 +613,7 @@ class BlockIndex(OnDevice):
         if "lists" in self._made and self._made["lists"].slots.keys() != self._walked():
             del self._made["lists"]
             _ = self.lists
-        if self.capacity is None:
+        if not self.bounded:
             for side, height in product(SIDES, tile_heights("block_sparse_attention", self.device, self.block)):
                 self.tiles(side, height)
 
