@@ -192,6 +192,22 @@ def random(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64
     return torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
 
 
+@st.composite
+def layouts_of_lines(draw: st.DrawFn, most_rows: int, most_columns: int) -> torch.Tensor:
+    """Bool (heads, rows, columns): lines alike and different, long and empty lists, empty heads, heads alike."""
+    heads, rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, most_rows)), draw(st.integers(1, most_columns))
+    rng, chance = generator(draw), draw(st.sampled_from((0.0, 0.02, 0.05, 0.2, 0.3, 0.9, 1.0)))
+    kinds = torch.rand(heads, draw(st.integers(1, rows)), columns, generator=rng) < chance
+    live = kinds[:, torch.randint(kinds.shape[1], (rows,), generator=rng)]
+    for _ in range(draw(st.integers(0, 3))):
+        live[:, draw(st.integers(0, rows - 1))] = draw(st.booleans())
+    if draw(st.booleans()):
+        live[draw(st.integers(0, heads - 1))] = False
+    if draw(st.booleans()):
+        live = live[:1].repeat(heads, 1, 1)
+    return live.mT.contiguous() if draw(st.booleans()) else live
+
+
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import EXAMPLES, generator, seeded
+from helpers import EXAMPLES, generator, layouts_of_lines, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from tile_reference import tile_sets
@@ -22,22 +22,6 @@ from ds_sparse.index.kernels import HOST_OPERATORS, INDEX_OPERATORS
 from ds_sparse.layout import unpack_bits
 
 SIDES = (["rows"], ["columns"], ["rows", "columns"])
-
-
-@st.composite
-def layouts_of_lines(draw: st.DrawFn) -> torch.Tensor:
-    """Bool (heads, rows, columns): lines alike and different, long and empty lists, empty heads, heads alike."""
-    heads, rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 90)), draw(st.integers(1, 150))
-    rng, chance = generator(draw), draw(st.sampled_from((0.0, 0.02, 0.2, 0.9, 1.0)))
-    kinds = torch.rand(heads, draw(st.integers(1, rows)), columns, generator=rng) < chance
-    live = kinds[:, torch.randint(kinds.shape[1], (rows,), generator=rng)]
-    for _ in range(draw(st.integers(0, 3))):
-        live[:, draw(st.integers(0, rows - 1))] = draw(st.booleans())
-    if draw(st.booleans()):
-        live[draw(st.integers(0, heads - 1))] = False
-    if draw(st.booleans()):
-        live = live[:1].repeat(heads, 1, 1)
-    return live.mT.contiguous() if draw(st.booleans()) else live
 
 
 @st.composite
@@ -104,7 +88,12 @@ def check_fake(bits: torch.Tensor, plan: torch.Tensor, counts: torch.Tensor, cal
 
 
 @EXAMPLES
-@given(data=st.data(), live=layouts_of_lines(), block=st.sampled_from((8, 16, 32, 64, 128, 256)), bounded=st.booleans())
+@given(
+    data=st.data(),
+    live=layouts_of_lines(90, 150),
+    block=st.sampled_from((8, 16, 32, 64, 128, 256)),
+    bounded=st.booleans(),
+)
 def test_each_list_is_that_of_plain_python(
     device: str, data: st.DataObject, live: torch.Tensor, block: int, bounded: bool
 ):
@@ -132,7 +121,9 @@ def unpacked(bits: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 @EXAMPLES
-@given(live=layouts_of_lines(), view=st.sampled_from(("as it is", "transposed", "in steps", "one row", "numbers")))
+@given(
+    live=layouts_of_lines(90, 150), view=st.sampled_from(("as it is", "transposed", "in steps", "one row", "numbers"))
+)
 def test_bits_are_the_layout(device: str, live: torch.Tensor, view: str):
     given = live.to(device)
     if view == "transposed":

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import pytest
 import torch
-from helpers import EXAMPLES, as_on_hopper, generator, seeded
+from helpers import EXAMPLES, as_on_hopper, layouts_of_lines, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,22 +94,8 @@ def check_holds(tiles: Tiles, live: torch.Tensor, block: int, side: str) -> None
     assert torch.equal(found, live)
 
 
-@st.composite
-def lives(draw: st.DrawFn) -> torch.Tensor:
-    """Bool (heads, lines, blocks): lines alike and different, long and empty, empty heads."""
-    heads, lines, blocks = draw(st.integers(1, 3)), draw(st.integers(1, 40)), draw(st.integers(1, 40))
-    rng, chance = generator(draw), draw(st.sampled_from((0.0, 0.05, 0.3, 0.9, 1.0)))
-    kinds = torch.rand(heads, draw(st.integers(1, lines)), blocks, generator=rng) < chance
-    live = kinds[:, torch.randint(kinds.shape[1], (lines,), generator=rng)]
-    if draw(st.booleans()):
-        live[:, draw(st.integers(0, lines - 1))] = draw(st.booleans())
-    if draw(st.booleans()):
-        live[draw(st.integers(0, heads - 1))] = False
-    return live
-
-
 @EXAMPLES
-@given(live=lives(), block=st.sampled_from((8, 16, 32, 64, 128)), hopper=st.booleans())
+@given(live=layouts_of_lines(40, 40), block=st.sampled_from((8, 16, 32, 64, 128)), hopper=st.booleans())
 def test_tiles_hold_the_layout(live: torch.Tensor, block: int, hopper: bool):
     if hopper:
         with as_on_hopper():
