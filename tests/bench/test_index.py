@@ -109,10 +109,10 @@ def test_on_a_cpu_nothing_is_measured_twice():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_repeats_what_waits_for_nothing(kind):
     problem = Problem(Case("", kind, 8192, "bf16"), torch.device("cuda"), argparse.Namespace())
-    for name in KINDS[kind]:
+    for name in KINDS[kind][:-1]:  # what is compiled of others can take minutes
         peer = OPERATION.peers[name](problem)
         problem.verify(name, peer)
-        assert bool(peer.no_backward) == (name == index.EXACT or kind == "documents") or name == FLEX
+        assert bool(peer.no_backward) == (name == index.EXACT or kind == "documents")
         if not peer.no_backward:
             peer.call.graph.replay()
             problem.verify(name, Peer(lambda peer=peer: peer.call.kept))
