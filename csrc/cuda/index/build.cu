@@ -479,7 +479,8 @@ __global__ void __launch_bounds__(kThreads) fill_work_kernel(Memory m, Filled fi
     }
   }
   if (m.plan.bounded && blockIdx.y == 0) {
-    const int64_t* totals = m.header().totals[set_number];
+    const Header& header = m.header();
+    const int64_t* totals = (heads < m.plan.heads ? header.of_first : header.totals)[set_number];
     for (int64_t i = totals[kWork] + thread; i <= to.num_work; i += threads) {
       all_work[i] = {-1, static_cast<int>(totals[kWork]), 0, 0};
     }
