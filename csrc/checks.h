@@ -4,13 +4,13 @@
 // BlockIndex's or a TokenIndex's, and with it that biases are as wide as the layout.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -22,8 +22,14 @@ namespace ds_sparse {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline void check(bool condition, const std::string& sentence) {
-  if (!condition) throw std::runtime_error("ds_sparse: " + sentence);
+// The parts of the sentence, texts and numbers, become one where the condition does not hold alone: a call has some
+// hundred checks.
+template <class... Parts>
+void check(bool condition, const Parts&... parts) {
+  if (condition) return;
+  std::ostringstream sentence;
+  (sentence << "ds_sparse: " << ... << parts);
+  throw std::runtime_error(sentence.str());
 }
 
 // The product of numbers of 0 or more. A size that no tensor can have is refused, so that no caller has to ask whether
@@ -34,34 +40,30 @@ inline int64_t product(std::initializer_list<int64_t> factors) {
   bool fits = true;
   for (int64_t factor : factors)
     fits = fits && factor >= 0 && !__builtin_mul_overflow(result, factor, &result) && result <= kLargest;
-  if (!fits) check(false, "the arguments give a size below 0, or beyond 2**60 numbers.");  // no text where all is well
+  check(fits, "the arguments give a size below 0, or beyond 2**60 numbers.");
   return result;
 }
 
 inline void check_block(int64_t block) {
   check(
       block >= 8 && block <= int64_t{1} << 20 && (block & (block - 1)) == 0,
-      "block has to be a power of two, at least 8 and at most 2**20, got " + std::to_string(block) + ".");
+      "block has to be a power of two, at least 8 and at most 2**20, got ", block, ".");
 }
 
 // Empty tensors, and those that repeat numbers, may have sizes whose product overflows: they are refused, too.
 inline void check_dim(const Tensor& x, int64_t dim, const char* name) {
-  check(
-      x.dim() == dim, std::string(name) + " has " + std::to_string(x.dim()) + " dimensions; it has to have " +
-                          std::to_string(dim) + ".");
+  check(x.dim() == dim, name, " has ", x.dim(), " dimensions; it has to have ", dim, ".");
   int64_t numbers = 1;
   for (int64_t i = 0; i < dim; ++i) numbers = product({numbers, std::max<int64_t>(1, x.size(i))});
 }
 
 inline void check_size(const Tensor& x, int64_t dim, int64_t size, const char* name) {
-  check(
-      x.size(dim) == size, std::string(name) + " has size " + std::to_string(x.size(dim)) + " in dimension " +
-                               std::to_string(dim) + "; it has to be " + std::to_string(size) + ".");
+  check(x.size(dim) == size, name, " has size ", x.size(dim), " in dimension ", dim, "; it has to be ", size, ".");
 }
 
 inline void check_like(const Tensor& x, const Tensor& other, const char* name) {
-  check(x.device() == other.device(), std::string(name) + " has to be on the device of the other arguments.");
-  check(x.scalar_type() == other.scalar_type(), std::string(name) + " has to have the dtype of the other operand.");
+  check(x.device() == other.device(), name, " has to be on the device of the other arguments.");
+  check(x.scalar_type() == other.scalar_type(), name, " has to have the dtype of the other operand.");
 }
 
 // The dtype of statistics: fp32, or fp64 for fp64.
@@ -70,13 +72,13 @@ inline ScalarType lse_type(const Tensor& x) {
 }
 
 inline void check_contiguous(const Tensor& x, const char* name) {
-  check(x.is_contiguous(), std::string(name) + " has to be contiguous.");
+  check(x.is_contiguous(), name, " has to be contiguous.");
 }
 
 inline void check_list(const Tensor& x, const Tensor& other, const char* name) {
   check_dim(x, 1, name);
-  check(x.scalar_type() == ScalarType::Int, std::string(name) + " has to be int32.");
-  check(x.device() == other.device(), std::string(name) + " has to be on the device of the other arguments.");
+  check(x.scalar_type() == ScalarType::Int, name, " has to be int32.");
+  check(x.device() == other.device(), name, " has to be on the device of the other arguments.");
   check_contiguous(x, name);
 }
 
@@ -84,9 +86,8 @@ inline void check_list(const Tensor& x, const Tensor& other, const char* name) {
 inline void check_lists(const Tensor& offsets, int64_t layout_heads, int64_t heads, const Tensor& other) {
   check_list(offsets, other, "offsets");
   check(
-      layout_heads >= 1 && (layout_heads == 1 || layout_heads == heads),
-      "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) +
-          " heads; it has to be 1 or as many.");
+      layout_heads >= 1 && (layout_heads == 1 || layout_heads == heads), "layout_heads is ", layout_heads, " for ",
+      heads, " heads; it has to be 1 or as many.");
   check(
       offsets.size(0) >= 1 && (offsets.size(0) - 1) % layout_heads == 0,
       "offsets has to have one entry a line of each layout head, and one.");
@@ -109,15 +110,13 @@ inline void check_values_like(const Tensor& values, const Tensor& other, int64_t
 
 // Something added to the scores, or a mask of them: (B or 1, H or 1, T or 1, S), or without the middle two.
 inline void check_bias(const Tensor& x, const Tensor& scores, int64_t heads, int64_t rows, const char* name) {
-  check(x.device() == scores.device(), std::string(name) + " has to be on the device of the scores.");
+  check(x.device() == scores.device(), name, " has to be on the device of the scores.");
   check(
-      x.scalar_type() == ScalarType::Bool || x.scalar_type() == scores.scalar_type(),
-      std::string(name) + " has to be bool, or of the scores' dtype.");
+      x.scalar_type() == ScalarType::Bool || x.scalar_type() == scores.scalar_type(), name,
+      " has to be bool, or of the scores' dtype.");
   int64_t full[] = {scores.size(0), heads, rows};
   for (int64_t dim = 0; dim < x.dim() - 1; ++dim)
-    check(
-        x.size(dim) == 1 || x.size(dim) == full[dim],
-        std::string(name) + " does not broadcast in dimension " + std::to_string(dim) + ".");
+    check(x.size(dim) == 1 || x.size(dim) == full[dim], name, " does not broadcast in dimension ", dim, ".");
 }
 
 // A product of a (B, H, R*b, K) and b (B, H, K, C*b) on live blocks.
@@ -168,43 +167,37 @@ inline void check_bias_backward(
   check(shape.size() == 4, "shape has to have four numbers.");
   int64_t full[] = {values.size(0), heads, (row_offsets.size(0) - 1) / layout_heads * block};
   for (int i = 0; i < 3; ++i)
-    check(
-        shape[i] == 1 || shape[i] == full[i],
-        "shape has to be 1 or the full size in dimension " + std::to_string(i) + ".");
+    check(shape[i] == 1 || shape[i] == full[i], "shape has to be 1 or the full size in dimension ", i, ".");
   check(shape[3] % block == 0, "the columns of shape have to be a multiple of the block.");
 }
 
 // Something added to attention's scores, or a mask of them: `full` sizes, or 1 in the dimensions `may_repeat` names.
 inline void check_attention_bias(
-    const std::optional<Tensor>& x, const Tensor& query, const std::vector<int64_t>& full,
-    const std::vector<int64_t>& may_repeat, bool may_be_bool, const char* name) {
+    const std::optional<Tensor>& x, const Tensor& query, std::initializer_list<int64_t> full,
+    std::initializer_list<int64_t> may_repeat, bool may_be_bool, const char* name) {
   if (!x) return;
-  const std::string given(name);
   check_dim(*x, static_cast<int64_t>(full.size()), name);
   for (int64_t dim = 0; dim < x->dim(); ++dim)
     check(
-        x->size(dim) == full[dim] ||
+        x->size(dim) == full.begin()[dim] ||
             (x->size(dim) == 1 && std::find(may_repeat.begin(), may_repeat.end(), dim) != may_repeat.end()),
-        given + " has size " + std::to_string(x->size(dim)) + " in dimension " + std::to_string(dim) +
-            ", where the scores have " + std::to_string(full[dim]) + ".");
-  check(x->device() == query.device(), given + " has to be on the device of the other arguments.");
+        name, " has size ", x->size(dim), " in dimension ", dim, ", where the scores have ", full.begin()[dim], ".");
+  check(x->device() == query.device(), name, " has to be on the device of the other arguments.");
   check(
       x->scalar_type() == lse_type(query) || (full.size() == 4 && x->scalar_type() == query.scalar_type()) ||
           (may_be_bool && x->scalar_type() == ScalarType::Bool),
-      given + " has a dtype that cannot be added to these scores.");
+      name, " has a dtype that cannot be added to these scores.");
 }
 
 // rpe by distance, (H or 1, 2 * M - 1): the number M - 1 + j - i is added to the score of query i and key j.
 inline void check_distance_bias(const Tensor& x, const Tensor& query, const Tensor& key) {
   const int64_t least = 2 * std::max(query.size(2), key.size(2)) - 1;
   check(
-      x.size(0) == 1 || x.size(0) == query.size(1), "rpe by distance has " + std::to_string(x.size(0)) +
-                                                        " heads, where the scores have " +
-                                                        std::to_string(query.size(1)) + ".");
+      x.size(0) == 1 || x.size(0) == query.size(1), "rpe by distance has ", x.size(0), " heads, where the scores have ",
+      query.size(1), ".");
   check(
-      x.size(1) % 2 == 1 && x.size(1) >= least, "rpe by distance has " + std::to_string(x.size(1)) +
-                                                    " numbers a head; it has to be odd and at least " +
-                                                    std::to_string(least) + ".");
+      x.size(1) % 2 == 1 && x.size(1) >= least, "rpe by distance has ", x.size(1),
+      " numbers a head; it has to be odd and at least ", least, ".");
   check(x.device() == query.device(), "rpe has to be on the device of the other arguments.");
   check(
       x.scalar_type() == lse_type(query) || x.scalar_type() == query.scalar_type(),
@@ -219,30 +212,26 @@ inline void check_attention(
   check_block(block);
   check(
       tile >= 8 && (tile & (tile - 1)) == 0 && tile <= 8 * block,
-      "tile has to be a power of two, at least 8 and at most 8 blocks, got " + std::to_string(tile) + ".");
+      "tile has to be a power of two, at least 8 and at most 8 blocks, got ", tile, ".");
   for (auto [x, name] : {std::pair{&query, "query"}, {&key, "key"}, {&value, "value"}}) {
     check_dim(*x, 4, name);
     check_like(*x, query, name);
     check_size(*x, 0, query.size(0), name);
     check_size(*x, 3, query.size(3), name);
     check(
-        x->stride(3) == 1 || x->size(3) == 1 || x->numel() == 0,
-        std::string(name) + " has to have the numbers of a token adjacent in memory.");
+        x->stride(3) == 1 || x->size(3) == 1 || x->numel() == 0, name,
+        " has to have the numbers of a token adjacent in memory.");
   }
   check_size(value, 1, key.size(1), "value");
   check_size(value, 2, key.size(2), "value");
   const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), keys = key.size(2);
+  check(query.size(3) % 8 == 0, "the numbers of a token have to be a multiple of 8, got ", query.size(3), ".");
   check(
-      query.size(3) % 8 == 0,
-      "the numbers of a token have to be a multiple of 8, got " + std::to_string(query.size(3)) + ".");
+      key.size(1) > 0 ? heads % key.size(1) == 0 : heads == 0, "query has ", heads,
+      " heads; they have to be a multiple of key's ", key.size(1), ".");
   check(
-      key.size(1) > 0 ? heads % key.size(1) == 0 : heads == 0, "query has " + std::to_string(heads) +
-                                                                   " heads; they have to be a multiple of key's " +
-                                                                   std::to_string(key.size(1)) + ".");
-  check(
-      layout_heads > 0 && heads % layout_heads == 0, "layout_heads is " + std::to_string(layout_heads) + " for " +
-                                                         std::to_string(heads) +
-                                                         " heads; it has to be a divisor of them.");
+      layout_heads > 0 && heads % layout_heads == 0, "layout_heads is ", layout_heads, " for ", heads,
+      " heads; it has to be a divisor of them.");
   if (rpe && rpe->dim() == 2)
     check_distance_bias(*rpe, query, key);
   else
@@ -274,8 +263,8 @@ inline void check_attention_backward(
     check_dim(x, dims, name);
     for (int64_t dim = 0; dim < 2; ++dim) check_size(x, dim, query.size(dim), name);
     check_size(x, 2, row_count.value_or(query.size(2)), name);
-    check(x.scalar_type() == lse_type(query), std::string(name) + " has to be fp32, or fp64 for fp64.");
-    check(x.device() == query.device(), std::string(name) + " has to be on the device of the other arguments.");
+    check(x.scalar_type() == lse_type(query), name, " has to be fp32, or fp64 for fp64.");
+    check(x.device() == query.device(), name, " has to be on the device of the other arguments.");
   };
   check_statistics(rows, 4, "rows");
   check_size(rows, 3, 2, "rows");
@@ -287,8 +276,8 @@ inline void check_attention_backward(
 inline void check_rows(const Tensor& x, int64_t width, const Tensor& other, const char* name) {
   check_dim(x, 2, name);
   check_size(x, 1, width, name);
-  check(x.scalar_type() == ScalarType::Int, std::string(name) + " has to be int32.");
-  check(x.device() == other.device(), std::string(name) + " has to be on the device of the other arguments.");
+  check(x.scalar_type() == ScalarType::Int, name, " has to be int32.");
+  check(x.device() == other.device(), name, " has to be on the device of the other arguments.");
   check_contiguous(x, name);
 }
 
@@ -327,7 +316,7 @@ inline void check_product_tiles(
   for (const std::optional<Tensor>* x : {&tiles.entries, &tiles.units, &tiles.slots, tiles.cuts})
     check(x == nullptr || x->has_value() == tiles.given(), "tile_... have to be given together, or not at all.");
   if (!tiles.given()) return;
-  check(block >= 16 && block <= 128, "tiles are for blocks of 16 to 128, got " + std::to_string(block) + ".");
+  check(block >= 16 && block <= 128, "tiles are for blocks of 16 to 128, got ", block, ".");
   const int64_t per_tile = tiles.tile / block, lines = (offsets.size(0) - 1) / layout_heads;
   check_list(*tiles.lines, other, "tile_lines");
   check_size(*tiles.lines, 0, layout_heads * ((lines + per_tile - 1) / per_tile) * per_tile, "tile_lines");
@@ -350,8 +339,8 @@ inline void check_attention_bias_shape(const std::vector<int64_t>& shape, const 
 }
 
 // Tensors of 4 dimensions, the first `equal` of them the same, and of one dtype and device.
-inline void check_operands(const std::vector<std::pair<const Tensor*, const char*>>& tensors, int64_t equal) {
-  const Tensor& first = *tensors.front().first;
+inline void check_operands(std::initializer_list<std::pair<const Tensor*, const char*>> tensors, int64_t equal) {
+  const Tensor& first = *tensors.begin()->first;
   for (auto [x, name] : tensors) {
     check_dim(*x, 4, name);
     check_like(*x, first, name);
@@ -361,17 +350,15 @@ inline void check_operands(const std::vector<std::pair<const Tensor*, const char
 
 inline void check_window(int64_t window) {
   // 2w + 1 numbers for each token have to be countable.
-  check(
-      window >= 0 && window < int64_t{1} << 31,
-      "window has to be 0 or more and below 2**31, got " + std::to_string(window) + ".");
+  check(window >= 0 && window < int64_t{1} << 31, "window has to be 0 or more and below 2**31, got ", window, ".");
 }
 
 // A band, (B, H, T, 2w + 1).
 inline void check_band(const Tensor& band, const char* name) {
   check_dim(band, 4, name);
   check(
-      band.size(3) % 2 == 1, std::string(name) + " has to have 2 * window + 1 numbers in the last dimension, got " +
-                                 std::to_string(band.size(3)) + ".");
+      band.size(3) % 2 == 1, name, " has to have 2 * window + 1 numbers in the last dimension, got ", band.size(3),
+      ".");
 }
 
 inline void check_window_softmax(
@@ -386,8 +373,8 @@ inline void check_window_softmax(
       "windows has to have one number, or one a head.");
   for (int64_t window : windows)
     check(
-        window >= 0 && window <= band.size(3) / 2,
-        "windows have to be 0 or more and at most the band's " + std::to_string(band.size(3) / 2) + ".");
+        window >= 0 && window <= band.size(3) / 2, "windows have to be 0 or more and at most the band's ",
+        band.size(3) / 2, ".");
 }
 
 // Checks windowed attention's arguments that check_attention does not see.
@@ -403,10 +390,10 @@ inline void check_window_attention(
   check(!key_bias || key_bias->stride(3) == 1 || tokens <= 1, "key_bias has to have its keys adjacent in memory.");
   auto check_numbers = [&](const Tensor& x, int64_t dim, const char* name) {
     check_dim(x, dim, name);
-    check(x.size(0) == 1 || x.size(0) == query.size(1), std::string(name) + " has to be of one head, or of all.");
+    check(x.size(0) == 1 || x.size(0) == query.size(1), name, " has to be of one head, or of all.");
     check_size(x, 1, tokens, name);
-    check(x.scalar_type() == ScalarType::Int, std::string(name) + " has to be int32.");
-    check(x.device() == query.device(), std::string(name) + " has to be on the device of the other arguments.");
+    check(x.scalar_type() == ScalarType::Int, name, " has to be int32.");
+    check(x.device() == query.device(), name, " has to be on the device of the other arguments.");
     check_contiguous(x, name);
   };
   check_numbers(limits, 3, "limits");
@@ -424,8 +411,7 @@ inline void check_token_lists(
   for (auto [given, size, name] :
        {std::tuple{list_batch, x.size(0), "list_batch"}, {list_heads, x.size(1), "list_heads"}})
     check(
-        given == 1 || (given > 1 && given == size), std::string(name) + " is " + std::to_string(given) + " for " +
-                                                        std::to_string(size) + "; it has to be 1 or as many.");
+        given == 1 || (given > 1 && given == size), name, " is ", given, " for ", size, "; it has to be 1 or as many.");
   check_size(offsets, 0, product({list_batch, list_heads, lines}) + 1, "offsets");
 }
 
@@ -441,9 +427,9 @@ inline int64_t lines_of(const Tensor& offsets, int64_t list_batch, int64_t list_
 }
 
 // Tensors (B, H, tokens, D) of the same batch and heads.
-inline void check_token_operands(const std::vector<std::pair<const Tensor*, const char*>>& tensors) {
+inline void check_token_operands(std::initializer_list<std::pair<const Tensor*, const char*>> tensors) {
   check_operands(tensors, 2);
-  for (auto [x, name] : tensors) check(x->size(3) > 0, std::string(name) + " has to have numbers.");
+  for (auto [x, name] : tensors) check(x->size(3) > 0, name, " has to have numbers.");
 }
 
 // The heads whose values fill V > 0 blocks, where a layout of layout_heads heads has `live`.

@@ -9,7 +9,7 @@
 namespace ds_sparse {
 
 inline void check_implementation(const std::string& given, const std::string& wanted) {
-  check(given == wanted, "implementation is \"" + given + "\"; on this device it has to be \"" + wanted + "\".");
+  check(given == wanted, "implementation is \"", given, "\"; on this device it has to be \"", wanted, "\".");
 }
 
 }  // namespace ds_sparse

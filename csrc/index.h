@@ -13,6 +13,7 @@
 
 #include "checks.h"
 #include "packing.h"
+#include "tensors.h"
 
 namespace ds_sparse::index {
 
@@ -200,7 +201,7 @@ struct Plan {
 };
 
 inline void check_columns(int64_t columns) {
-  check(columns > 0, "columns has to be 1 or more, got " + std::to_string(columns) + ".");
+  check(columns > 0, "columns has to be 1 or more, got ", columns, ".");
   check(columns <= int64_t{1} << kBlockBits, "the layout has more blocks on a side than an index holds.");
 }
 
@@ -256,7 +257,7 @@ inline Plan plan_of(
     bool of_columns, bool bounded) {
   check_bits(bits);
   check_block(block);
-  check(columns > 0, "columns has to be 1 or more, got " + std::to_string(columns) + ".");
+  check(columns > 0, "columns has to be 1 or more, got ", columns, ".");
   check_size(bits, 2, 4 * words_of(columns), "bits");
   check(bits.size(0) > 0 && bits.size(1) > 0, "bits has to have one head and one row at least.");
   check(of_rows || of_columns, "of_rows or of_columns has to be true.");
@@ -288,7 +289,7 @@ inline Plan plan_of(
     for (int64_t tile : tiles) {
       check(
           tile > 0 && (tile & (tile - 1)) == 0 && tile <= kMaxLines * block,
-          "tile has to be a power of two and at most 8 blocks, got " + std::to_string(tile) + ".");
+          "tile has to be a power of two and at most 8 blocks, got ", tile, ".");
       TileSet& set = plan.sets[plan.num_sets++];
       set.side = plan.num_sides;
       set.height = static_cast<int>(std::max<int64_t>(1, tile / block));
@@ -337,14 +338,13 @@ inline std::vector<Tensor> set_tensors(
     const Plan& plan, const Tensor& on, int64_t heads, const std::vector<int64_t>& sizes, SetTensors* to) {
   const int64_t wanted = plan.bounded ? 1 : 3 * plan.num_sets;
   check(
-      static_cast<int64_t>(sizes.size()) == wanted,
-      "sizes has to have " + std::to_string(wanted) + " numbers, got " + std::to_string(sizes.size()) + ".");
+      static_cast<int64_t>(sizes.size()) == wanted, "sizes has to have ", wanted, " numbers, got ", sizes.size(), ".");
   check(heads == plan.heads || heads == 1, "layout_heads has to be 1 or the heads of bits.");
   std::vector<Tensor> made;
   for (int i = 0; i < plan.num_sets; ++i) {
     const TileSet& set = plan.sets[i];
     const auto of = [&](std::initializer_list<int64_t> shape) -> int32_t* {
-      made.push_back(torch::stable::new_empty(on, std::vector<int64_t>(shape), ScalarType::Int));
+      made.push_back(empty_on(on, std::vector<int64_t>(shape), ScalarType::Int));
       return made.back().mutable_data_ptr<int32_t>();
     };
     if (plan.bounded) {

@@ -24,8 +24,8 @@ const T* pointer(const Tensor& x) {
 inline void check_offsets(const Tensor& offsets, int64_t entries) {
   const int32_t *begin = pointer<int32_t>(offsets), *end = begin + offsets.size(0);
   check(
-      *begin == 0 && end[-1] == entries && std::is_sorted(begin, end),
-      "offsets have to ascend from 0 to the " + std::to_string(entries) + " entries.");
+      *begin == 0 && end[-1] == entries && std::is_sorted(begin, end), "offsets have to ascend from 0 to the ", entries,
+      " entries.");
 }
 
 // Offsets, and the entries that they cut: block numbers below `blocks`, ascending within a block row.
@@ -42,8 +42,8 @@ inline void check_entries(const Tensor& offsets, const Tensor& indices, int64_t 
     fits &= above < blocks;
   }
   check(
-      fits, "the block rows or columns in the lists have to ascend within a line, from 0 or more to below " +
-                std::to_string(blocks) + ".");
+      fits, "the block rows or columns in the lists have to ascend within a line, from 0 or more to below ", blocks,
+      ".");
 }
 
 // Places of the entries among the stored blocks.
@@ -52,7 +52,7 @@ inline void check_slots(const Tensor& slots) {
   const int64_t count = slots.size(0);
   bool fits = true;
   for (int64_t n = 0; n < count; ++n) fits &= slot[n] >= 0 && slot[n] < count;
-  check(fits, "slots have to be 0 or more and below the " + std::to_string(count) + " entries.");
+  check(fits, "slots have to be 0 or more and below the ", count, " entries.");
 }
 
 // The lists of one side of attention's tiles by block rows: block row i of list l owns the blocks from
@@ -123,8 +123,7 @@ inline BlockLists lists_by_block_row(
     check(
         work_tile[0] >= 0 && work_tile[0] < tiles && work_tile[1] >= 0 && work_tile[2] >= 0 &&
             work_tile[1] + int64_t{work_tile[2]} <= num_entries,
-        "units have to be ranges of the " + std::to_string(num_entries) + " entries, of tiles below " +
-            std::to_string(tiles) + ".");
+        "units have to be ranges of the ", num_entries, " entries, of tiles below ", tiles, ".");
     first[work_tile[0]] = std::min<int64_t>(first[work_tile[0]], work_tile[1]);
     end[work_tile[0]] = std::max<int64_t>(end[work_tile[0]], work_tile[1] + work_tile[2]);
     covered[work_tile[0]] += work_tile[2];
@@ -148,8 +147,8 @@ inline BlockLists lists_by_block_row(
       if (block_row[k] == -1) continue;
       int64_t at = t / tiles_of_head * block_rows + block_row[k];
       check(
-          block_row[k] >= 0 && block_row[k] < block_rows && !seen[at],
-          "lines have to name each of the " + std::to_string(block_rows) + " block rows or columns of a head once.");
+          block_row[k] >= 0 && block_row[k] < block_rows && !seen[at], "lines have to name each of the ", block_rows,
+          " block rows or columns of a head once.");
       seen[at] = true;
       if (has_no_space[t]) lists.has_no_space[at] = true;
     }
@@ -157,9 +156,8 @@ inline BlockLists lists_by_block_row(
       uint32_t owners = owners_of(entry[n]);
       int64_t other = block_of(entry[n]);
       check(
-          other < others && tile_of[other] != t && owners >> per_tile == 0,
-          "entries have to be blocks below " + std::to_string(others) +
-              ", once in a tile, with the bits of its lines.");
+          other < others && tile_of[other] != t && owners >> per_tile == 0, "entries have to be blocks below ", others,
+          ", once in a tile, with the bits of its lines.");
       tile_of[other] = t;
       for (int64_t k = 0; k < per_tile; ++k) {
         if ((owners >> k & 1) == 0) continue;
@@ -169,8 +167,8 @@ inline BlockLists lists_by_block_row(
     }
   }
   check(
-      std::find(seen.begin(), seen.end(), false) == seen.end(),
-      "lines have to name each of the " + std::to_string(block_rows) + " block rows or columns of a head once.");
+      std::find(seen.begin(), seen.end(), false) == seen.end(), "lines have to name each of the ", block_rows,
+      " block rows or columns of a head once.");
 
   for (int64_t i = 0; i < layout_heads * block_rows; ++i) lists.offsets[i + 1] += lists.offsets[i];
   lists.blocks.resize(lists.offsets.back());

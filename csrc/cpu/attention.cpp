@@ -73,14 +73,6 @@ struct InAttention {
   ~InAttention() { products<T, O>().end_attention(); }
 };
 
-// An uninitialised tensor of x's sizes and order of memory: heads within tokens, or tokens within heads.
-Tensor empty_in_order_of(const Tensor& x) {
-  bool heads_inside = x.stride(1) < x.stride(2);
-  Tensor out = fresh(
-      torch::stable::new_empty(x, {x.size(0), x.size(heads_inside ? 2 : 1), x.size(heads_inside ? 1 : 2), x.size(3)}));
-  return heads_inside ? torch::stable::transpose(out, 1, 2) : out;
-}
-
 // The block rows as pieces of strip_rows tokens, where a score costs `cost`.
 Pieces cut_row_strips(const Attention& attention, const BlockLists& lists, int64_t batch, int64_t cost) {
   Pieces pieces;
@@ -394,9 +386,9 @@ void backward(
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const BlockLists& lists) {
   const Tensor& query = attention.query;
-  Tensor output = empty_in_order_of(query);
-  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, lse_type(query));
-  Tensor rows = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2), 2}, lse_type(query));
+  Tensor output = fresh(empty_in_order_of(query));
+  Tensor lse = empty_on(query, {query.size(0), query.size(1), query.size(2)}, lse_type(query));
+  Tensor rows = empty_on(query, {query.size(0), query.size(1), query.size(2), 2}, lse_type(query));
   if (lse.numel() == 0) return {output, lse, rows};
   for_dtype(query.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -409,8 +401,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Attention& attention, const AttentionResults& results, const BlockLists& lists) {
-  Tensor grad_query = empty_in_order_of(attention.query), grad_key = empty_in_order_of(attention.key),
-         grad_value = empty_in_order_of(attention.value);
+  Tensor grad_query = fresh(empty_in_order_of(attention.query)), grad_key = fresh(empty_in_order_of(attention.key)),
+         grad_value = fresh(empty_in_order_of(attention.value));
   if (attention.batch * attention.heads > 0) {
     for_dtype(attention.query.scalar_type(), [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
@@ -469,7 +461,7 @@ void bias_backward(
 Tensor attention_bias_backward(
     const Attention& attention, const AttentionResults& results, const BlockLists& lists,
     const std::vector<int64_t>& shape) {
-  Tensor out = fresh(torch::stable::new_empty(attention.query, shape, lse_type(attention.query)));
+  Tensor out = fresh(empty_on(attention.query, shape, lse_type(attention.query)));
   if (out.numel() == 0) return out;
   if (attention.batch * attention.heads == 0) return torch::stable::zero_(out);
   for_dtype(attention.query.scalar_type(), [&](auto* type) {

@@ -3,6 +3,7 @@
 #include "../index.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <bit>
@@ -20,7 +21,7 @@ using namespace index;
 using Words = const uint32_t*;
 
 Tensor zero_bits(const Tensor& on, int64_t heads, int64_t rows, int64_t columns) {
-  Tensor bits = torch::stable::new_empty(on, {heads, rows, 4 * int64_t{words_of(columns)}}, ScalarType::Byte);
+  Tensor bits = empty_on(on, {heads, rows, 4 * int64_t{words_of(columns)}}, ScalarType::Byte);
   std::memset(bits.mutable_data_ptr(), 0, bits.numel());
   return bits;
 }
@@ -71,7 +72,7 @@ Tensor index_bits_of_blocks(const Tensor& block_indices, int64_t columns, bool c
 
 Tensor index_causal_bits(const Tensor& bits) {
   check_bits(bits);
-  Tensor cut = torch::stable::new_empty(bits, bits.sizes());
+  Tensor cut = empty_on(bits, bits.sizes());
   std::memcpy(cut.mutable_data_ptr(), bits.const_data_ptr(), bits.numel());
   const int64_t rows = bits.size(1), words = bits.size(2) / 4;
   uint32_t* to = static_cast<uint32_t*>(cut.mutable_data_ptr());
@@ -114,8 +115,8 @@ Tensor index_documents(const Tensor& cu_seqlens, int64_t blocks, int64_t block, 
   check(ascends, "cu_seqlens has to ascend from 0 to less than 2**31.");
   const int64_t there = own ? of_documents : ceil_div(edge(documents), block);
   check(window >= 0, "window has to be 0 or more.");
-  check(blocks == there, "blocks has to be " + std::to_string(there) + ", got " + std::to_string(blocks) + ".");
-  Tensor made = torch::stable::new_empty(cu_seqlens, {2, blocks, 2}, ScalarType::Int);
+  check(blocks == there, "blocks has to be ", there, ", got ", blocks, ".");
+  Tensor made = empty_on(cu_seqlens, {2, blocks, 2}, ScalarType::Int);
   int32_t* data = made.mutable_data_ptr<int32_t>();
   const BlocksOfDocuments to{data, data + 2 * blocks};
   if (own) {
@@ -158,7 +159,7 @@ Tensor index_bits_of_documents(const std::optional<Tensor>& bits, const Tensor& 
 Tensor index_limits(const Tensor& cu_seqlens, const Tensor& windows, int64_t tokens) {
   check_limits(cu_seqlens, windows, tokens);
   const int64_t heads = windows.size(0), documents = cu_seqlens.size(0) - 1;
-  Tensor limits = torch::stable::new_empty(cu_seqlens, {heads, tokens, 2}, ScalarType::Int);
+  Tensor limits = empty_on(cu_seqlens, {heads, tokens, 2}, ScalarType::Int);
   int32_t* to = limits.mutable_data_ptr<int32_t>();
   const int32_t *edges = cu_seqlens.const_data_ptr<int32_t>(), *window = windows.const_data_ptr<int32_t>();
   for_lines(heads * tokens, [&](int64_t n) {
@@ -170,7 +171,7 @@ Tensor index_limits(const Tensor& cu_seqlens, const Tensor& windows, int64_t tok
 Tensor index_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& entries) {
   check_tile_spans(spans, lines, entries);
   const int64_t of_lines = lines.numel(), count = of_lines + entries.numel();
-  Tensor made = torch::stable::new_empty(spans, {count, 2}, ScalarType::Int);
+  Tensor made = empty_on(spans, {count, 2}, ScalarType::Int);
   int32_t* to = made.mutable_data_ptr<int32_t>();
   const int32_t *from = spans.const_data_ptr<int32_t>(), *line = lines.const_data_ptr<int32_t>(),
                 *entry = entries.const_data_ptr<int32_t>();
@@ -332,8 +333,8 @@ std::tuple<Tensor, Tensor> index_plan(
     const Tensor& bits, int64_t columns, int64_t block, const std::vector<int64_t>& tiles, bool of_rows,
     bool of_columns, bool bounded) {
   const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
-  Tensor memory = torch::stable::new_empty(bits, {plan.size}, ScalarType::Int);
-  Tensor counts = torch::stable::new_empty(bits, {plan.num_counts()}, ScalarType::Long);
+  Tensor memory = empty_on(bits, {plan.size}, ScalarType::Int);
+  Tensor counts = empty_on(bits, {plan.num_counts()}, ScalarType::Long);
   std::memset(counts.mutable_data_ptr(), 0, counts.numel() * sizeof(int64_t));
   const Memory m{plan, words_in(bits), memory.mutable_data_ptr<int32_t>(), counts.mutable_data_ptr<int64_t>()};
   Header& header = *reinterpret_cast<Header*>(m.counts);

@@ -121,8 +121,7 @@ Tensor matmul_sdd(
   check_product_tiles(
       {sdd_tile(block), tile_lines, tile_entries, tile_units, tile_slots}, row_offsets, a, layout_heads, block);
   check_entries(row_offsets, columns, b.size(3) / block);
-  Tensor out =
-      fresh(torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block}));
+  Tensor out = fresh(empty_on(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block}));
   for_dtype(a.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     for_multiplicands<T>(block, [&](auto* multiplicand) {
@@ -145,9 +144,8 @@ Tensor matmul_dsd(
   check_entries(offsets, indices, dense.size(2) / block);
   if (slots) check_slots(*slots);
   int64_t rows = (offsets.size(0) - 1) / layout_heads * block, width = dense.size(3);
-  Tensor out = fresh(
-      torch::stable::new_empty(
-          dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width}));
+  Tensor out = fresh(empty_on(
+      dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width}));
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;

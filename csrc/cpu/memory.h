@@ -2,11 +2,12 @@
 #pragma once
 
 #include <sys/mman.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <memory>
 #include <new>
+
+#include "../tensors.h"
 
 namespace ds_sparse::cpu {
 
@@ -25,7 +26,7 @@ inline void expect_first_write(void* data, int64_t bytes) {
 }
 
 // An output, about to be written.
-inline torch::stable::Tensor fresh(torch::stable::Tensor x) {
+inline Tensor fresh(Tensor x) {
   expect_first_write(x.mutable_data_ptr(), x.numel() * static_cast<int64_t>(x.element_size()));
   return x;
 }

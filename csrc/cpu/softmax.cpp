@@ -128,7 +128,7 @@ Tensor softmax_forward(
   check_block(block);
   check_values(scores, block, "scores");
   check_list(columns, scores, "columns");
-  Tensor probs = fresh(torch::stable::new_empty(scores, scores.sizes()));
+  Tensor probs = fresh(empty_on(scores, scores.sizes()));
   if (probs.numel() == 0) return probs;
   int64_t heads = heads_of(scores.size(1), columns.size(0), layout_heads);
   check_lists(row_offsets, layout_heads, heads, scores);
@@ -158,7 +158,7 @@ Tensor softmax_backward(
   check_values(probs, block, "probs");
   check_values_like(grad, probs, block, "grad");
   check_list(columns, probs, "columns");
-  Tensor out = fresh(torch::stable::new_empty(probs, probs.sizes()));
+  Tensor out = fresh(empty_on(probs, probs.sizes()));
   if (out.numel() == 0) return out;
   int64_t heads = heads_of(probs.size(1), columns.size(0), layout_heads);
   check_lists(row_offsets, layout_heads, heads, probs);
@@ -175,8 +175,7 @@ Tensor softmax_bias_backward(
   check_bias_backward(values, row_offsets, columns, layout_heads, heads, block, shape);
   check_entries(row_offsets, columns, shape[3] / block);
   Tensor out = fresh(
-      torch::stable::new_empty(
-          values, shape, values.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float));
+      empty_on(values, shape, values.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float));
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
     bias_backward<std::remove_pointer_t<decltype(type)>>(values, row_offsets, columns, layout_heads, heads, block, out);

@@ -111,8 +111,8 @@ void run_lists(const TokenLists& lists, int64_t first, int64_t last, const MakeW
     };
   });
   check(
-      fits, "the lists have to hold tokens of 0 or more and below " + std::to_string(lists.other_tokens) +
-                ", and slots below the " + std::to_string(lists.num_entries) + " entries.");
+      fits, "the lists have to hold tokens of 0 or more and below ", lists.other_tokens, ", and slots below the ",
+      lists.num_entries, " entries.");
 }
 
 // Tensors (B, H, tokens, D) as rows that a gather reads: of head_dim multiplicands one after another from the start of
@@ -297,7 +297,7 @@ Tensor token_matmul_sdd(
   check_size(key, 3, query.size(3), "key");
   TokenLists lists(
       row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2), query.size(3));
-  Tensor out = fresh(torch::stable::new_empty(query, {lists.repeats(), columns.size(0)}));
+  Tensor out = fresh(empty_on(query, {lists.repeats(), columns.size(0)}));
   if (out.numel() == 0) return out;
   for_operands(query.scalar_type(), [&](auto* type, auto* multiplicand) {
     sdd<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(query, key, lists, out);
@@ -316,7 +316,7 @@ Tensor token_matmul_dsd(
   check_contiguous(values, "values");
   check_size(values, 0, lists.repeats(), "values");
   check_size(values, 1, lists.num_entries, "values");
-  Tensor out = fresh(torch::stable::new_empty(dense, {dense.size(0), dense.size(1), lines, dense.size(3)}));
+  Tensor out = fresh(empty_on(dense, {dense.size(0), dense.size(1), lines, dense.size(3)}));
   if (out.numel() == 0) return out;
   for_operands(dense.scalar_type(), [&](auto* type, auto* multiplicand) {
     dsd<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(
@@ -335,9 +335,9 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
       row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
       query.size(3) + value.size(3));
   int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2);
-  Tensor output = fresh(torch::stable::new_empty(query, {batch, heads, tokens, value.size(3)})),
-         lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query)),
-         rows = torch::stable::new_empty(query, {batch, heads, tokens, 2}, lse_type(query));
+  Tensor output = fresh(empty_on(query, {batch, heads, tokens, value.size(3)})),
+         lse = empty_on(query, {batch, heads, tokens}, lse_type(query)),
+         rows = empty_on(query, {batch, heads, tokens, 2}, lse_type(query));
   if (lse.numel() > 0) {
     for_operands(query.scalar_type(), [&](auto* type, auto* multiplicand) {
       forward<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(
@@ -364,7 +364,7 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
       row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2), pair_cost),
       by_key(column_offsets, column_rows, slots, list_batch, list_heads, query, key.size(2), query.size(2), pair_cost);
   check_size(column_rows, 0, by_query.num_entries, "column_rows");
-  auto gradient = [](const Tensor& x) { return fresh(torch::stable::new_empty(x, x.sizes())); };
+  auto gradient = [](const Tensor& x) { return fresh(empty_on(x, x.sizes())); };
   Tensor grad_query = gradient(query), grad_key = gradient(key), grad_value = gradient(value);
   if (query.size(0) * query.size(1) > 0) {
     for_operands(query.scalar_type(), [&](auto* type, auto* multiplicand) {

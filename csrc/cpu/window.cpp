@@ -139,7 +139,7 @@ Tensor window_matmul(Tensor a, Tensor b, int64_t window, std::string implementat
   check_operands({{&a, "a"}, {&b, "b"}}, 3);
   check_size(b, 3, a.size(3), "b");
   check_window(window);
-  Tensor out = fresh(torch::stable::new_empty(a, {a.size(0), a.size(1), a.size(2), 2 * window + 1}));
+  Tensor out = fresh(empty_on(a, {a.size(0), a.size(1), a.size(2), 2 * window + 1}));
   if (out.numel() == 0) return out;
   for_operands(a.scalar_type(), [&](auto* type, auto* multiplicand) {
     multiply<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(a, b, window, out);
@@ -150,7 +150,7 @@ Tensor window_matmul(Tensor a, Tensor b, int64_t window, std::string implementat
 Tensor unwindow_matmul(Tensor band, Tensor dense, bool transposed) {
   check_operands({{&dense, "dense"}, {&band, "band"}}, 3);
   check_band(band, "band");
-  Tensor out = fresh(torch::stable::new_empty(dense, dense.sizes()));
+  Tensor out = fresh(empty_on(dense, dense.sizes()));
   if (out.numel() == 0) return out;
   for_operands(dense.scalar_type(), [&](auto* type, auto* multiplicand) {
     unwindow<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(
@@ -162,7 +162,7 @@ Tensor unwindow_matmul(Tensor band, Tensor dense, bool transposed) {
 Tensor window_softmax_forward(
     Tensor band, std::optional<Tensor> key_bias, std::vector<int64_t> windows, double scale, bool causal) {
   check_window_softmax(band, key_bias, windows);
-  Tensor out = fresh(torch::stable::new_empty(band, band.sizes()));
+  Tensor out = fresh(empty_on(band, band.sizes()));
   if (out.numel() == 0) return out;
   for_dtype(band.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -189,7 +189,7 @@ Tensor window_softmax_backward(Tensor grad, Tensor probs, double scale) {
     check_band(*x, name);
     check_contiguous(*x, name);
   }
-  Tensor out = fresh(torch::stable::new_empty(grad, grad.sizes()));
+  Tensor out = fresh(empty_on(grad, grad.sizes()));
   if (out.numel() == 0) return out;
   for_dtype(grad.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <optional>
 
@@ -14,16 +12,6 @@
 #include "softmax.h"
 
 namespace ds_sparse::attention {
-
-// An empty tensor (B, H, tokens, head_dim) in the order of memory of `x`, (B, H, tokens, ...): heads within tokens or
-// tokens within heads.
-inline Tensor empty_in_order_of(const Tensor& x, int64_t head_dim, ScalarType type) {
-  const int64_t batch = x.size(0), heads = x.size(1), tokens = x.size(2);
-  if (x.stride(1) < x.stride(2)) {
-    return torch::stable::transpose(torch::stable::new_empty(x, {batch, tokens, heads, head_dim}, type), 1, 2);
-  }
-  return torch::stable::new_empty(x, {batch, heads, tokens, head_dim}, type);
-}
 
 template <class T>
 Matrices<T> matrices_of(const Tensor& x) {
@@ -72,7 +60,7 @@ struct Space {
 
   Space(const Tensor& on, int64_t count) {
     if (count > 0) {
-      tensor = torch::stable::new_empty(on, {count}, ScalarType::Float);
+      tensor = empty_on(on, {count}, ScalarType::Float);
       data = tensor->mutable_data_ptr<float>();
     }
   }
@@ -106,9 +94,7 @@ inline void check_alignment(const Tensor& x, const char* name) {
   for (int dim = 0; dim < 3; ++dim) {
     aligned = aligned && (x.size(dim) == 1 || x.stride(dim) % run == 0);
   }
-  check(
-      aligned, std::string(name) +
-                   " has to begin at a multiple of 16 bytes, and its strides have to be such; make it contiguous.");
+  check(aligned, name, " has to begin at a multiple of 16 bytes, and its strides have to be such; make it contiguous.");
 }
 
 inline WindowLimits window_limits_of(const WindowTensors& window) {
@@ -185,8 +171,8 @@ inline bool runs_on_hopper(const Launcher& launch, const AttentionCall& call) {
       "implementation is \"hopper\", which is for fp16 and bf16, up to 128 numbers a token and blocks of 16 or more.");
   const int64_t wanted = on_hopper ? kHopperBlockM : kBlockM;
   check(
-      call.tile == wanted, "tile has to be " + std::to_string(wanted) + " for implementation \"" + call.implementation +
-                               "\", got " + std::to_string(call.tile) + ".");
+      call.tile == wanted, "tile has to be ", wanted, " for implementation \"", call.implementation, "\", got ",
+      call.tile, ".");
   return on_hopper;
 }
 

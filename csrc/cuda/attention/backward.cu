@@ -2,7 +2,6 @@
 // then splits of long lists are combined, and the shares of heads that have the same keys are added.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <tuple>
 
@@ -88,9 +87,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), head_dim = query.size(3);
   check_alignment(grad_output, "grad_output");
   check_alignment(output, "output");
-  Tensor grad_query = empty_in_order_of(query, head_dim, query.scalar_type());
-  Tensor grad_key = empty_in_order_of(key, head_dim, query.scalar_type());
-  Tensor grad_value = empty_in_order_of(value, head_dim, query.scalar_type());
+  Tensor grad_query = empty_in_order_of(query);
+  Tensor grad_key = empty_in_order_of(key);
+  Tensor grad_value = empty_in_order_of(value);
   if (query.numel() == 0) {
     return {grad_query, grad_key, grad_value};
   }

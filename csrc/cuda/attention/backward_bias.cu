@@ -171,7 +171,7 @@ Tensor attention_bias_backward(
     return grad;
   }
   const Launcher launch(query);
-  check(tile == kBlockM, "tile has to be 64, got " + std::to_string(tile) + ".");
+  check(tile == kBlockM, "tile has to be 64, got ", tile, ".");
   const auto [row_stats_data, row_stats] =
       make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call));
   const TileLists lists = lists_of(call, rows);

@@ -18,10 +18,9 @@ void with_backward_memory(const Launcher& launch, const F& f) {
     launch.with_memory<Memory, Smaller>(f);
   } else {
     check(
-        sizeof(Memory) <= launch.shared_memory(),
-        "Gradients of fp32 heads with more than 128 numbers take " + std::to_string(sizeof(Memory)) +
-            " bytes of shared memory, and a thread block of this GPU has " + std::to_string(launch.shared_memory()) +
-            "; use fp16 or bf16, smaller heads, or implementation=\"separate\".");
+        sizeof(Memory) <= launch.shared_memory(), "Gradients of fp32 heads with more than 128 numbers take ",
+        sizeof(Memory), " bytes of shared memory, and a thread block of this GPU has ", launch.shared_memory(),
+        "; use fp16 or bf16, smaller heads, or implementation=\"separate\".");
     f(std::type_identity<Memory>{});
   }
 }

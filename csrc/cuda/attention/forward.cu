@@ -3,7 +3,6 @@
 // splits of long lists leave theirs in fp32, which a second kernel combines in order.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <tuple>
 
@@ -305,9 +304,9 @@ __global__ void __launch_bounds__(2 * kThreads)
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, const TileTensors& rows) {
   const Tensor &query = call.query, &key = call.key, &value = call.value;
   const int64_t batch = query.size(0), heads = query.size(1), tokens = call.queries(), head_dim = query.size(3);
-  Tensor output = empty_in_order_of(query, head_dim, query.scalar_type());
-  Tensor lse = torch::stable::new_empty(query, {batch, heads, tokens}, ScalarType::Float);
-  Tensor row_sums = torch::stable::new_empty(query, {batch, heads, tokens, 2}, ScalarType::Float);
+  Tensor output = empty_in_order_of(query);
+  Tensor lse = empty_on(query, {batch, heads, tokens}, ScalarType::Float);
+  Tensor row_sums = empty_on(query, {batch, heads, tokens, 2}, ScalarType::Float);
   if (output.numel() == 0) {
     return {output, lse, row_sums};
   }

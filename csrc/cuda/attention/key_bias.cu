@@ -1,8 +1,6 @@
 // Sums up, by eights, what is added to the scores of keys: where it is nothing kernels need not look, and what is
 // masked altogether they leave out.
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 
 #include "key_bias.h"
@@ -47,7 +45,7 @@ KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bi
   const int64_t batch_stride = given.stride(0), head_stride = given.dim() == 4 ? given.stride(1) : 0;
   const int64_t octets = (scoring.keys + 7) / 8, count = batch * heads * octets;
   scoring.only_masks_keys = given.scalar_type() == ScalarType::Bool;
-  Tensor states = torch::stable::new_empty(given, {count}, ScalarType::Byte);
+  Tensor states = empty_on(given, {count}, ScalarType::Byte);
   Tensor biases = given;
   const auto set = [&](auto kernel, const auto* from, float* to) {
     launch(
@@ -60,7 +58,7 @@ KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bi
     to[1] = heads == 1 ? 0 : of_head;
   };
   if (scoring.only_masks_keys) {
-    biases = torch::stable::new_empty(given, {batch * heads * scoring.keys}, ScalarType::Float);
+    biases = empty_on(given, {batch * heads * scoring.keys}, ScalarType::Float);
     set(key_states_kernel<bool>, given.const_data_ptr<bool>(), biases.mutable_data_ptr<float>());
     strides(scoring.key_bias_strides, heads * scoring.keys, scoring.keys);
   } else {

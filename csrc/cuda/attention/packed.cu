@@ -16,8 +16,8 @@ namespace {
 void check_spans(const Tensor& spans, const Tensor& query, const char* name) {
   check_rows(spans, 2, query, name);
   check(
-      reinterpret_cast<uintptr_t>(spans.const_data_ptr()) % 8 == 0,
-      std::string(name) + " has to begin at a multiple of 8 bytes; make a copy.");
+      reinterpret_cast<uintptr_t>(spans.const_data_ptr()) % 8 == 0, name,
+      " has to begin at a multiple of 8 bytes; make a copy.");
 }
 
 // Checks the spans of block rows and entries of tiles.

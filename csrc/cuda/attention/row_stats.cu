@@ -1,7 +1,5 @@
 // Sums over rows of grad_output * output, for the passes of fused attention's backward.
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 
 #include "arguments.h"
@@ -77,7 +75,7 @@ std::pair<Tensor, RowStatsPlanes> make_row_stats(
                 block = 1 << spans.log_block;
   const int64_t multiple = std::max<int64_t>(block, kHopperBlockM);
   const int64_t padded = (queries + multiple - 1) / multiple * multiple, rows = batch * heads * padded;
-  Tensor data = torch::stable::new_empty(output, {4 * rows}, ScalarType::Float);
+  Tensor data = empty_on(output, {4 * rows}, ScalarType::Float);
   float* to = data.mutable_data_ptr<float>();
   with_element<false>(output, "attention", [&](auto zero) {
     using T = decltype(zero);

@@ -17,17 +17,17 @@ void check_pairs(
     const Tensor& pairs, const Tensor& entries, const Tensor& query, int64_t layout_heads, const char* name) {
   check_dim(pairs, 4, name);
   check(
-      pairs.size(0) == 1 || (layout_heads == 1 && pairs.size(0) == query.size(1)),
-      std::string(name) + " has to be of one head, or of all that share a layout.");
+      pairs.size(0) == 1 || (layout_heads == 1 && pairs.size(0) == query.size(1)), name,
+      " has to be of one head, or of all that share a layout.");
   check_size(pairs, 1, entries.size(0), name);
   check_size(pairs, 2, kHopperBlockM, name);
   check_size(pairs, 3, 2, name);
-  check(pairs.scalar_type() == torch::headeronly::ScalarType::Int, std::string(name) + " has to be int32.");
-  check(pairs.device() == entries.device(), std::string(name) + " has to be on the device of the other arguments.");
+  check(pairs.scalar_type() == torch::headeronly::ScalarType::Int, name, " has to be int32.");
+  check(pairs.device() == entries.device(), name, " has to be on the device of the other arguments.");
   check_contiguous(pairs, name);
   check(
-      reinterpret_cast<uintptr_t>(pairs.const_data_ptr()) % 16 == 0,
-      std::string(name) + " has to begin at a multiple of 16 bytes; make a copy.");
+      reinterpret_cast<uintptr_t>(pairs.const_data_ptr()) % 16 == 0, name,
+      " has to begin at a multiple of 16 bytes; make a copy.");
 }
 
 AttentionCall call_of(const Tensor& query, const Tensor& key, const Tensor& value, int64_t layout_heads, double scale) {

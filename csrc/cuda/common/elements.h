@@ -36,8 +36,8 @@ void with_element(const torch::stable::Tensor& x, const char* operation, const F
       [[fallthrough]];
     default:
       check(
-          false, std::string(operation) + " takes float16, bfloat16" +
-                     (kDouble ? ", float32 and float64" : " and float32") + " on CUDA.");
+          false, operation, " takes float16, bfloat16", kDouble ? ", float32 and float64" : " and float32",
+          " on CUDA.");
   }
 }
 

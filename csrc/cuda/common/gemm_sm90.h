@@ -84,7 +84,7 @@ inline bool takes_boxes(const Tensor& x) {
 
 // A copy that the copy engine takes.
 inline Tensor copy_for_boxes(const Tensor& x) {
-  Tensor copy = torch::stable::new_empty(x, {x.size(0), x.size(1), x.size(2), (x.size(3) + 7) / 8 * 8});
+  Tensor copy = empty_on(x, {x.size(0), x.size(1), x.size(2), (x.size(3) + 7) / 8 * 8});
   Tensor numbers = torch::stable::narrow(copy, 3, 0, x.size(3));
   torch::stable::copy_(numbers, x);
   return numbers;

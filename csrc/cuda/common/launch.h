@@ -5,16 +5,15 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdint>
 #include <type_traits>
 
-namespace ds_sparse {
+#include "../../tensors.h"
 
-using torch::stable::Tensor;
+namespace ds_sparse {
 
 // Bytes of shared memory that a thread block may have on every GPU since sm_80; 86, 89 and 120 have no more. Kernels
 // that are not for Hopper alone keep to it.
@@ -56,7 +55,7 @@ class Launcher {
     if (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0) {
       return x;
     }
-    Tensor copy = torch::stable::new_empty(x, x.sizes());
+    Tensor copy = empty_on(x, x.sizes());
     const size_t bytes = x.numel() * x.element_size();
     STD_CUDA_CHECK(
         cudaMemcpyAsync(copy.mutable_data_ptr(), x.const_data_ptr(), bytes, cudaMemcpyDeviceToDevice, stream_));
@@ -65,7 +64,7 @@ class Launcher {
 
   // So many elements of `on`'s device, all bits 0.
   Tensor zeros(const Tensor& on, int64_t count, torch::headeronly::ScalarType type) const {
-    Tensor x = torch::stable::new_empty(on, {count}, type);
+    Tensor x = empty_on(on, {count}, type);
     STD_CUDA_CHECK(cudaMemsetAsync(x.mutable_data_ptr(), 0, count * x.element_size(), stream_));
     return x;
   }

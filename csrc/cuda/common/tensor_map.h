@@ -42,7 +42,7 @@ CUtensorMap encode_map(
       kRank, const_cast<void*>(x.const_data_ptr()), sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       swizzle == 32 ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  check(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with " + std::to_string(result) + ".");
+  check(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with ", result, ".");
   return map;
 }
 

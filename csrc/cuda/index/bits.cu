@@ -71,7 +71,7 @@ Tensor index_bits(const Tensor& layout, bool causal) {
   const Launcher launch(layout);
   const int64_t heads = layout.size(0), rows = layout.size(1), columns = layout.size(2), words = words_of(columns);
   const int64_t count = heads * rows * words;
-  Tensor bits = torch::stable::new_empty(layout, {heads, rows, 4 * words}, ScalarType::Byte);
+  Tensor bits = empty_on(layout, {heads, rows, 4 * words}, ScalarType::Byte);
   const Layout given{
       static_cast<const uint8_t*>(layout.const_data_ptr()),
       layout.stride(0),
@@ -89,7 +89,7 @@ Tensor index_bits_of_blocks(const Tensor& block_indices, int64_t columns, bool c
   const Launcher launch(block_indices);
   const int64_t heads = block_indices.size(0), rows = block_indices.size(1), listed = block_indices.size(2);
   const int64_t words = words_of(columns), count = block_indices.numel();
-  Tensor bits = torch::stable::new_empty(block_indices, {heads, rows, 4 * words}, ScalarType::Byte);
+  Tensor bits = empty_on(block_indices, {heads, rows, 4 * words}, ScalarType::Byte);
   STD_CUDA_CHECK(cudaMemsetAsync(bits.mutable_data_ptr(), 0, bits.numel(), launch.stream()));
   const auto set = [&](const auto* from) {
     launch(
@@ -107,7 +107,7 @@ Tensor index_bits_of_blocks(const Tensor& block_indices, int64_t columns, bool c
 Tensor index_causal_bits(const Tensor& bits) {
   check_bits(bits);
   const Launcher launch(bits);
-  Tensor cut = torch::stable::new_empty(bits, bits.sizes());
+  Tensor cut = empty_on(bits, bits.sizes());
   const int64_t words = bits.size(2) / 4, count = bits.size(0) * bits.size(1) * words;
   launch(
       causal_bits_kernel, blocks_for(count), kThreads, static_cast<const uint32_t*>(bits.const_data_ptr()),

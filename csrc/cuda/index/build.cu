@@ -559,7 +559,7 @@ std::tuple<Tensor, Tensor> index_plan(
     bool of_columns, bool bounded) {
   const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
   const Launcher launch(bits);
-  Tensor memory = torch::stable::new_empty(bits, {plan.size}, ScalarType::Int);
+  Tensor memory = empty_on(bits, {plan.size}, ScalarType::Int);
   Tensor counts = launch.zeros(bits, plan.num_counts(), ScalarType::Long);
   const Memory m{
       plan, static_cast<const uint32_t*>(bits.const_data_ptr()), memory.mutable_data_ptr<int32_t>(),

@@ -47,7 +47,7 @@ Tensor index_bits_of_documents(const std::optional<Tensor>& bits, const Tensor& 
   const int64_t heads = check_bits_of_documents(bits, ranges), blocks = ranges.size(0), words = words_of(blocks);
   const Launcher launch(ranges);
   const int64_t count = product({heads, blocks, words});
-  Tensor made = torch::stable::new_empty(ranges, {heads, blocks, 4 * words}, ScalarType::Byte);
+  Tensor made = empty_on(ranges, {heads, blocks, 4 * words}, ScalarType::Byte);
   launch(
       bits_of_documents_kernel, ceil_div<int64_t>(count, kThreads), kThreads,
       bits ? static_cast<const uint32_t*>(bits->const_data_ptr()) : nullptr, ranges.const_data_ptr<int32_t>(),
@@ -60,7 +60,7 @@ Tensor index_limits(const Tensor& cu_seqlens, const Tensor& windows, int64_t tok
   check_limits(cu_seqlens, windows, tokens);
   const Launcher launch(cu_seqlens);
   const int64_t heads = windows.size(0), count = product({heads, tokens});
-  Tensor limits = torch::stable::new_empty(cu_seqlens, {heads, tokens, 2}, ScalarType::Int);
+  Tensor limits = empty_on(cu_seqlens, {heads, tokens, 2}, ScalarType::Int);
   launch(
       limits_kernel, ceil_div<int64_t>(count, kThreads), kThreads, cu_seqlens.const_data_ptr<int32_t>(),
       windows.const_data_ptr<int32_t>(), static_cast<int2*>(limits.mutable_data_ptr()), count,
@@ -75,7 +75,7 @@ Tensor index_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& 
       "spans has to begin at a multiple of 8 bytes; make a copy.");
   const Launcher launch(spans);
   const int64_t count = lines.numel() + entries.numel();
-  Tensor made = torch::stable::new_empty(spans, {count, 2}, ScalarType::Int);
+  Tensor made = empty_on(spans, {count, 2}, ScalarType::Int);
   launch(
       tile_spans_kernel, ceil_div<int64_t>(count, kThreads), kThreads, static_cast<const int2*>(spans.const_data_ptr()),
       lines.const_data_ptr<int32_t>(), reinterpret_cast<const uint32_t*>(entries.const_data_ptr<int32_t>()),

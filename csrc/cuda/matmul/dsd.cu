@@ -6,7 +6,6 @@
 // (dsd_small_sm90.cu, dsd_large_sm90.cu), and so do the sums of tiles that are cut.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <optional>
@@ -329,9 +328,8 @@ void dsd_of_tiles(
       static_cast<int>(cuts.size(0))};
   std::optional<Tensor> splits, has_warp_tile;
   if (num_splits > 0) {
-    splits = torch::stable::new_empty(dense, {lists.copies, num_splits, kProductTile, width}, ScalarType::Float);
-    has_warp_tile =
-        torch::stable::new_empty(dense, {lists.copies, num_splits, kProductTile / kWarpTileRows}, ScalarType::Int);
+    splits = empty_on(dense, {lists.copies, num_splits, kProductTile, width}, ScalarType::Float);
+    has_warp_tile = empty_on(dense, {lists.copies, num_splits, kProductTile / kWarpTileRows}, ScalarType::Int);
     product.splits = splits->mutable_data_ptr<float>();
     product.has_warp_tile = has_warp_tile->mutable_data_ptr<int32_t>();
   }
@@ -355,8 +353,7 @@ Tensor matmul_dsd(
   check_product_tiles(tiles, offsets, values, layout_heads, block);
   const int64_t batch = dense.size(0), heads = dense.size(1), width = dense.size(3);
   const int64_t live = indices.size(0), lines = offsets.size(0) - 1, tokens = lines / layout_heads * block;
-  Tensor out = torch::stable::new_empty(
-      dense, {batch, heads, transpose_result ? width : tokens, transpose_result ? tokens : width});
+  Tensor out = empty_on(dense, {batch, heads, transpose_result ? width : tokens, transpose_result ? tokens : width});
   if (out.numel() == 0) {
     return out;
   }
@@ -402,7 +399,7 @@ Tensor matmul_dsd(
       std::optional<Tensor> splits;
       if (may_split) {
         constexpr auto dtype = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
-        splits = torch::stable::new_empty(dense, {chunks, 2, block, width}, dtype);
+        splits = empty_on(dense, {chunks, 2, block, width}, dtype);
         product.splits.data = static_cast<Compute<T>*>(splits->mutable_data_ptr());
       }
       const Arguments<T> arguments{

@@ -5,7 +5,6 @@
 // while the columns pass.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <optional>
 #include <type_traits>
@@ -151,7 +150,7 @@ Tensor matmul_sdd(
   const ProductTiles tiles{sdd_tile(block), tile_lines, tile_entries, tile_units, tile_slots};
   check_product_tiles(tiles, row_offsets, a, layout_heads, block);
   const int64_t batch = a.size(0), heads = a.size(1), live = columns.size(0);
-  Tensor out = torch::stable::new_empty(a, {batch, live * heads / layout_heads, block, block});
+  Tensor out = empty_on(a, {batch, live * heads / layout_heads, block, block});
   if (out.numel() == 0) {
     return out;
   }

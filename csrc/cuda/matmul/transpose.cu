@@ -6,7 +6,6 @@
 // the 64 bytes that four of them read of a number are two sectors.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
 
@@ -67,7 +66,7 @@ Tensor transpose(const Tensor& x) {
   check(
       x.element_size() == 2 && x.size(2) % kSide == 0 && x.size(3) % kSide == 0,
       "x has to have 16 bits a number, and a multiple of 8 of tokens and of numbers of each.");
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor out = empty_on(x, x.sizes());
   const TransposedOperand operand{
       static_cast<const uint16_t*>(x.const_data_ptr()),
       x.stride(0),

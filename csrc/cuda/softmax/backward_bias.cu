@@ -1,7 +1,6 @@
 // The gradient of what was added to the scores of a softmax over live blocks. Schema and shapes: csrc/library.cpp.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <vector>
 
@@ -119,7 +118,7 @@ Tensor softmax_bias_backward(
     int64_t block, const std::vector<int64_t>& shape) {
   check_bias_backward(values, row_offsets, columns, layout_heads, heads, block, shape);
   const bool is_double = values.scalar_type() == ScalarType::Double;
-  Tensor grad_bias = torch::stable::new_empty(values, shape, is_double ? ScalarType::Double : ScalarType::Float);
+  Tensor grad_bias = empty_on(values, shape, is_double ? ScalarType::Double : ScalarType::Float);
   const Launcher launch(values);
   const dim3 threads = shape[2] == 1 ? dim3(kColumns, kThreads / kColumns) : dim3(kThreads);
   with_element<true>(values, "softmax", [&](auto zero) {

@@ -7,7 +7,6 @@
 // twice, the second time mostly from cache.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <optional>
@@ -447,7 +446,7 @@ void with_threads(int64_t most, const F& f) {
     case 512 * kElements:
       return f(std::integral_constant<int, 512>{});
     default:
-      check(false, "strips have up to 5120, 10240 or 20480 elements, got " + std::to_string(most) + ".");
+      check(false, "strips have up to 5120, 10240 or 20480 elements, got ", most, ".");
   }
 }
 
@@ -475,7 +474,7 @@ Tensor softmax_forward(
   check_block(block);
   check_values(scores, block, "scores");
   check_list(columns, scores, "columns");
-  Tensor probs = torch::stable::new_empty(scores, scores.sizes());
+  Tensor probs = empty_on(scores, scores.sizes());
   if (probs.numel() == 0) {
     return probs;
   }
@@ -524,7 +523,7 @@ Tensor softmax_backward(
   check_values(probs, block, "probs");
   check_values_like(grad, probs, block, "grad");
   check_list(columns, probs, "columns");
-  Tensor grad_scores = torch::stable::new_empty(probs, probs.sizes());
+  Tensor grad_scores = empty_on(probs, probs.sizes());
   if (probs.numel() == 0) {
     return grad_scores;
   }

@@ -283,9 +283,9 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
   check_size(value, 2, key.size(2), "value");
   const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), head_dim = value.size(3);
   const TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, tokens);
-  Tensor output = torch::stable::new_empty(query, {batch, heads, tokens, head_dim}),
-         lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query)),
-         statistics = torch::stable::new_empty(query, {batch, heads, tokens, 2}, lse_type(query));
+  Tensor output = empty_on(query, {batch, heads, tokens, head_dim}),
+         lse = empty_on(query, {batch, heads, tokens}, lse_type(query)),
+         statistics = empty_on(query, {batch, heads, tokens, 2}, lse_type(query));
   if (lse.numel() == 0) {
     return {output, lse, statistics};
   }
@@ -329,13 +329,13 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
   const TokenLists by_query(row_offsets, columns, std::nullopt, list_batch, list_heads, query, tokens),
       by_key(column_offsets, column_rows, slots, list_batch, list_heads, query, num_keys);
   check_size(column_rows, 0, by_query.num_entries, "column_rows");
-  const auto contiguous = [](const Tensor& x) { return torch::stable::new_empty(x, x.sizes()); };
+  const auto contiguous = [](const Tensor& x) { return empty_on(x, x.sizes()); };
   Tensor grad_query = contiguous(query), grad_key = contiguous(key), grad_value = contiguous(value);
   if (batch * heads == 0) {
     return {grad_query, grad_key, grad_value};
   }
   const Launcher launch(query);
-  Tensor rows = torch::stable::new_empty(query, {batch, heads, tokens, 4}, lse_type(query));
+  Tensor rows = empty_on(query, {batch, heads, tokens, 4}, lse_type(query));
   with_shape(query, std::max(query.size(3), value.size(3)), [&](auto shape) {
     using S = decltype(shape);
     using T = typename S::T;

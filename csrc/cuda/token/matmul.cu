@@ -115,7 +115,7 @@ Tensor token_matmul_sdd(
   check_token_operands({{&query, "query"}, {&key, "key"}});
   check_size(key, 3, query.size(3), "key");
   const TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2));
-  Tensor out = torch::stable::new_empty(query, {lists.repeats(), lists.num_entries});
+  Tensor out = empty_on(query, {lists.repeats(), lists.num_entries});
   if (out.numel() == 0) {
     return out;
   }
@@ -142,7 +142,7 @@ Tensor token_matmul_dsd(
   check_contiguous(values, "values");
   check_size(values, 0, lists.repeats(), "values");
   check_size(values, 1, lists.num_entries, "values");
-  Tensor out = torch::stable::new_empty(dense, {dense.size(0), dense.size(1), num_lists, head_dim});
+  Tensor out = empty_on(dense, {dense.size(0), dense.size(1), num_lists, head_dim});
   if (out.numel() == 0) {
     return out;
   }

@@ -425,9 +425,7 @@ __device__ __forceinline__ A score_of(A dot, A scale) {
 // Calls f with a RowShape for rows of up to `head_dim` numbers of x's type.
 template <class F>
 void with_shape(const Tensor& x, int64_t head_dim, const F& f) {
-  check(
-      head_dim <= kMaxHeadDim, "tokens have " + std::to_string(head_dim) + " numbers; on CUDA they have up to " +
-                                   std::to_string(kMaxHeadDim) + ".");
+  check(head_dim <= kMaxHeadDim, "tokens have ", head_dim, " numbers; on CUDA they have up to ", kMaxHeadDim, ".");
   const auto with_halves = [&](auto zero) {
     using T = decltype(zero);
     if (head_dim <= 64) {

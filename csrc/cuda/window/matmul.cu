@@ -5,7 +5,6 @@
 // matmul_sm90.cu, where that takes the operands.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -457,7 +456,7 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window, const std
   check_size(b, 3, a.size(3), "b");
   check_window(window);
   const int64_t batch = a.size(0), heads = a.size(1), tokens = a.size(2);
-  Tensor out = torch::stable::new_empty(a, {batch, heads, tokens, 2 * window + 1});
+  Tensor out = empty_on(a, {batch, heads, tokens, 2 * window + 1});
   const Launcher launch(a);
   const bool on_hopper = is_for_hopper(launch, implementation);
   with_element<false>(a, "window_matmul", [&](auto zero) {

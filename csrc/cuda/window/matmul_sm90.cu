@@ -5,8 +5,6 @@
 // of their windows pass through a ring of stages. A step is 64 columns, a cache line of each row. Warps hand over their
 // results, 16 rows each, without waiting for each other.
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <type_traits>
 

@@ -7,7 +7,6 @@
 // one the elements before and after these. Rows that shared memory cannot hold are read from the device's.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <optional>
@@ -374,8 +373,8 @@ __global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks)
 
 void check_width(const Tensor& band) {
   check(
-      band.size(3) < INT32_MAX - 64,
-      "a row of a band has to have fewer than 2**31 - 65 numbers on CUDA, got " + std::to_string(band.size(3)) + ".");
+      band.size(3) < INT32_MAX - 64, "a row of a band has to have fewer than 2**31 - 65 numbers on CUDA, got ",
+      band.size(3), ".");
 }
 
 // Runs the kernel that stages rows where shared memory holds those of a thread block.
@@ -393,7 +392,7 @@ Tensor window_softmax_forward(
   check_window_softmax(band, key_bias, windows);
   check_width(band);
   const int64_t heads = band.size(1);
-  Tensor probs = torch::stable::new_empty(band, band.sizes());
+  Tensor probs = empty_on(band, band.sizes());
   const Launcher launch(band);
   with_element<false>(band, "window_softmax", [&](auto zero) {
     using T = decltype(zero);
@@ -435,7 +434,7 @@ Tensor window_softmax_backward(const Tensor& grad, const Tensor& probs, double s
     check_contiguous(*x, name);
   }
   check_width(grad);
-  Tensor grad_scores = torch::stable::new_empty(grad, grad.sizes());
+  Tensor grad_scores = empty_on(grad, grad.sizes());
   const Launcher launch(grad);
   with_element<false>(grad, "window_softmax", [&](auto zero) {
     using T = decltype(zero);

@@ -470,7 +470,7 @@ Tensor with_adjacent_rows(const Tensor& x) {
   if ((width == 1 || x.stride(3) == 1) && (x.size(2) == 1 || x.stride(2) == width)) {
     return x;
   }
-  Tensor copy = torch::stable::new_empty(x, x.sizes());
+  Tensor copy = empty_on(x, x.sizes());
   torch::stable::copy_(copy, x);
   return copy;
 }
@@ -479,7 +479,7 @@ Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed)
   check_operands({{&dense, "dense"}, {&band, "band"}}, 3);
   check_band(band, "band");
   const int64_t batch = dense.size(0), heads = dense.size(1), tokens = dense.size(2), head_dim = dense.size(3);
-  Tensor out = torch::stable::new_empty(dense, dense.sizes());
+  Tensor out = empty_on(dense, dense.sizes());
   const Launcher launch(dense);
   with_element<false>(dense, "unwindow_matmul", [&](auto zero) {
     using T = decltype(zero);

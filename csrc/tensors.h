@@ -1,0 +1,50 @@
+// New tensors, which hold whatever lay in memory. PyTorch's C++ functions for them look an operator up by its name and
+// box its arguments, each time, which takes longer than all else.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "checks.h"
+
+namespace ds_sparse {
+
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline Tensor empty_strided_on(const Tensor& on, Sizes sizes, const int64_t* strides, ScalarType type) {
+  int32_t device_type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(on.get(), &device_type));
+  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype, device_type, on.get_device_index(), &made));
+  return Tensor(made);
+}
+
+// A contiguous one, of up to 4 dimensions, on the device of `on`, and of its dtype or another.
+inline Tensor empty_on(const Tensor& on, Sizes sizes, std::optional<ScalarType> type = {}) {
+  std::array<int64_t, 4> strides;
+  check(sizes.size() <= strides.size(), "a result has ", sizes.size(), " dimensions; there are up to 4.");
+  int64_t step = 1;
+  for (size_t dim = sizes.size(); dim-- > 0; step *= std::max<int64_t>(1, sizes[dim])) strides[dim] = step;
+  return empty_strided_on(on, sizes, strides.data(), type ? *type : on.scalar_type());
+}
+
+// One of the sizes of x, (B, H, tokens, D), in its order of memory: heads within tokens, or tokens within heads.
+inline Tensor empty_in_order_of(const Tensor& x) {
+  const Sizes sizes = x.sizes();
+  const bool heads_inside = x.stride(1) < x.stride(2);
+  int64_t of_head = sizes[3], of_token = sizes[3];
+  (heads_inside ? of_token : of_head) *= std::max<int64_t>(1, sizes[heads_inside ? 1 : 2]);
+  const int64_t strides[] = {sizes[1] * sizes[2] * sizes[3], of_head, of_token, 1};
+  return empty_strided_on(x, sizes, strides, x.scalar_type());
+}
+
+}  // namespace ds_sparse
