@@ -96,18 +96,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   const int64_t copies = call.copies();
   const Launcher launch(query);
   Scoring scoring = scoring_of(call);
-  const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
+  const std::optional<Tensor> of_keys = set_key_bias(launch, call.key_bias, scoring);
   const bool on_hopper = runs_on_hopper(launch, call);
-  const auto [row_stats_data, row_stats] =
-      make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call));
   const bool in_one_sweep = on_hopper && !deterministic;
-  const int64_t padded_queries = (call.queries() + 15) / 16 * 16, padded_head_dim = head_dim <= 64 ? 64 : 128;
-  std::optional<Tensor> sums;
-  if (in_one_sweep) {
-    sums = launch.zeros(query, batch * heads * padded_queries * padded_head_dim, ScalarType::Float);
-  }
-  const GradQuerySums grad_query_sums{
-      in_one_sweep ? sums->mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(padded_head_dim)};
+  const auto [data_of_rows, row_stats, grad_query_sums] =
+      make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call), in_one_sweep);
   StateOfPass state(launch, query);
   with_element<false>(query, "attention", [&](auto zero) {
     using T = decltype(zero);

@@ -9,18 +9,6 @@
 
 namespace ds_sparse::attention {
 
-// The gradients of queries in fp32, not scaled yet, as thread blocks add to them: (B, H, padded T / 16) warp tiles,
-// each of `columns` / 8 runs in the order in which a warp's lanes hold 16 x 8 sums, four a lane.
-struct GradQuerySums {
-  float* data;  // null: not asked for
-  int64_t padded;
-  int columns;
-
-  __device__ float* warp_tile(int64_t matrix, int token) const {
-    return data + (matrix * padded + token / 16 * 16) * columns;
-  }
-};
-
 template <class T>
 struct Backward {
   Matrices<const T> query, key, value, grad_output;

@@ -172,11 +172,11 @@ Tensor attention_bias_backward(
   }
   const Launcher launch(query);
   check(tile == kBlockM, "tile has to be 64, got ", tile, ".");
-  const auto [row_stats_data, row_stats] =
+  const RowsOfBackward made =
       make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call));
   const TileLists lists = lists_of(call, rows);
   Scoring scoring = scoring_of(call);
-  const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
+  const std::optional<Tensor> of_keys = set_key_bias(launch, call.key_bias, scoring);
   with_head_dim(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kHeadDim = decltype(padded)::value;
@@ -185,7 +185,7 @@ Tensor attention_bias_backward(
         matrices_of<const T>(key),
         matrices_of<const T>(value),
         matrices_of<const T>(grad_output),
-        row_stats,
+        made.row_stats,
         lists,
         scoring,
         static_cast<int>(query.size(0)),

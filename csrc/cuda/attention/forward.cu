@@ -313,7 +313,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
   const Launcher launch(query);
   const TileLists lists = lists_of(call, rows);
   Scoring scoring = scoring_of(call);
-  const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
+  const std::optional<Tensor> of_keys = set_key_bias(launch, call.key_bias, scoring);
   const bool on_hopper = runs_on_hopper(launch, call);
   const int64_t copies = call.copies();
   const int64_t num_cuts = rows.cuts.size(0), splits = num_splits(rows, lists);

@@ -36,7 +36,7 @@ __global__ void key_states_kernel(
 
 }  // namespace
 
-KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring) {
+std::optional<Tensor> set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring) {
   if (!key_bias) {
     return {};
   }
@@ -45,12 +45,14 @@ KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bi
   const int64_t batch_stride = given.stride(0), head_stride = given.dim() == 4 ? given.stride(1) : 0;
   const int64_t octets = (scoring.keys + 7) / 8, count = batch * heads * octets;
   scoring.only_masks_keys = given.scalar_type() == ScalarType::Bool;
-  Tensor states = empty_on(given, {count}, ScalarType::Byte);
-  Tensor biases = given;
-  const auto set = [&](auto kernel, const auto* from, float* to) {
+  const int64_t bytes = scoring.only_masks_keys ? batch * heads * scoring.keys * sizeof(float) : 0;
+  Tensor made = empty_on(given, {bytes + count}, ScalarType::Byte);
+  float* biases = static_cast<float*>(made.mutable_data_ptr());
+  uint8_t* states = made.mutable_data_ptr<uint8_t>() + bytes;
+  const auto set = [&](auto kernel, const auto* from) {
     launch(
         kernel, std::min<int64_t>((count + 127) / 128, 1 << 16), 128, from, batch_stride, head_stride,
-        static_cast<int>(heads), to, states.mutable_data_ptr<uint8_t>(), count, static_cast<int>(octets), scoring.keys);
+        static_cast<int>(heads), biases, states, count, static_cast<int>(octets), scoring.keys);
   };
   // One that all batches or heads share has a stride of 0.
   const auto strides = [&](int64_t (&to)[2], int64_t of_batch, int64_t of_head) {
@@ -58,17 +60,17 @@ KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bi
     to[1] = heads == 1 ? 0 : of_head;
   };
   if (scoring.only_masks_keys) {
-    biases = empty_on(given, {batch * heads * scoring.keys}, ScalarType::Float);
-    set(key_states_kernel<bool>, given.const_data_ptr<bool>(), biases.mutable_data_ptr<float>());
+    set(key_states_kernel<bool>, given.const_data_ptr<bool>());
+    scoring.key_bias = biases;
     strides(scoring.key_bias_strides, heads * scoring.keys, scoring.keys);
   } else {
-    set(key_states_kernel<float>, given.const_data_ptr<float>(), nullptr);
+    scoring.key_bias = given.const_data_ptr<float>();
+    set(key_states_kernel<float>, scoring.key_bias);
     strides(scoring.key_bias_strides, batch_stride, head_stride);
   }
+  scoring.key_states = states;
   strides(scoring.key_states_strides, heads * octets, octets);
-  scoring.key_bias = biases.const_data_ptr<float>();
-  scoring.key_states = states.const_data_ptr<uint8_t>();
-  return {biases, states};
+  return made;
 }
 
 }  // namespace ds_sparse::attention

@@ -9,13 +9,8 @@
 
 namespace ds_sparse::attention {
 
-// Holds the numbers that `scoring` points at.
-struct KeyBias {
-  std::optional<Tensor> biases, states;
-};
-
 // Writes key_bias, fp32 or bool (keeps where true), (B or 1, S) or (B or 1, H or 1, 1, S), into `scoring`, with a
-// KeyState for every eight keys. key_bias.cu
-KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring);
+// KeyState for every eight keys. Returns what holds the numbers that `scoring` then points at. key_bias.cu
+std::optional<Tensor> set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring);
 
 }  // namespace ds_sparse::attention

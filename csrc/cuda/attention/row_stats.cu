@@ -17,7 +17,7 @@ static_assert(kHopperBlockM % kRowsOfBlock == 0 && kRowsOfWarp == 16);
 template <class T, bool kPacked>
 __global__ void __launch_bounds__(kThreads) row_stats_kernel(
     Matrices<const T> grad_output, Matrices<const T> output, const float2* row_sums, const float* grad_lse, float* to,
-    int blocks_of_matrix, int64_t padded, int heads, int queries, int head_dim, BlockSpans spans) {
+    GradQuerySums sums, int blocks_of_matrix, int64_t padded, int heads, int queries, int head_dim, BlockSpans spans) {
   const int lane = threadIdx.x % 32, matrix = blockIdx.x / blocks_of_matrix, batch = matrix / heads,
             head = matrix % heads;
   const int first = blockIdx.x % blocks_of_matrix * kRowsOfBlock + threadIdx.x / 32 * kRowsOfWarp;
@@ -29,8 +29,14 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
   const bool exists = own - first < span.y;
   const float2 of_row = exists ? row_sums[place] : make_float2(-kInfinity, 0);  // row_max and row_sum
   const float of_lse = exists && grad_lse != nullptr ? grad_lse[place] : 0.0f;
+  if (sums.data != nullptr && first < sums.padded) {
+    float4* of_warp = reinterpret_cast<float4*>(sums.warp_tile(matrix, first));
+    for (int i = lane; i < kRowsOfWarp * sums.columns / 4; i += 32) {
+      of_warp[i] = make_float4(0, 0, 0, 0);
+    }
+  }
   const T *a = grad_output.of(batch, head), *b = output.of(batch, head);
-  float sums[kAtOnce] = {};
+  float products[kAtOnce] = {};
   for (int column = lane % kLanes * kRun<T>; column < head_dim; column += kLanes * kRun<T>) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -40,14 +46,14 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
       const auto y = load_aligned(b + token * output.token_stride + column);
 #pragma unroll
       for (int e = 0; e < kRun<T>; ++e) {
-        sums[i] += static_cast<float>(x.element[e]) * static_cast<float>(y.element[e]);
+        products[i] += static_cast<float>(x.element[e]) * static_cast<float>(y.element[e]);
       }
     }
   }
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    const float of_eight = __shfl_sync(0xffffffffu, sum_of_lanes(sums[i], kLanes), lane % kBeside * kLanes);
+    const float of_eight = __shfl_sync(0xffffffffu, sum_of_lanes(products[i], kLanes), lane % kBeside * kLanes);
     sum = lane / kBeside % kAtOnce == i ? of_eight : sum;
   }
   if (lane < kRowsOfWarp) {
@@ -65,28 +71,31 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
 
 }  // namespace
 
-std::pair<Tensor, RowStatsPlanes> make_row_stats(
+RowsOfBackward make_row_stats(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
-    const Tensor& row_sums, const BlockSpans& spans) {
+    const Tensor& row_sums, const BlockSpans& spans, bool with_sums) {
   if (grad_lse) {
     check_contiguous(*grad_lse, "grad_lse");
   }
-  const int64_t batch = output.size(0), heads = output.size(1), queries = row_sums.size(2),
+  const int64_t batch = output.size(0), heads = output.size(1), head_dim = output.size(3), queries = row_sums.size(2),
                 block = 1 << spans.log_block;
   const int64_t multiple = std::max<int64_t>(block, kHopperBlockM);
   const int64_t padded = (queries + multiple - 1) / multiple * multiple, rows = batch * heads * padded;
-  Tensor data = empty_on(output, {4 * rows}, ScalarType::Float);
+  const int64_t padded_queries = (queries + 15) / 16 * 16, columns = head_dim <= 64 ? 64 : 128;
+  const int64_t size_of_sums = with_sums ? batch * heads * padded_queries * columns : 0;
+  Tensor data = empty_on(output, {4 * rows + size_of_sums}, ScalarType::Float);
   float* to = data.mutable_data_ptr<float>();
+  const GradQuerySums sums{with_sums ? to + 4 * rows : nullptr, padded_queries, static_cast<int>(columns)};
   with_element<false>(output, "attention", [&](auto zero) {
     using T = decltype(zero);
     launch(
         spans.spans == nullptr ? row_stats_kernel<T, false> : row_stats_kernel<T, true>, rows / kRowsOfBlock, kThreads,
         matrices_of<const T>(grad_output), matrices_of<const T>(output),
         reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
-        grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, to, static_cast<int>(padded / kRowsOfBlock), padded,
-        static_cast<int>(heads), static_cast<int>(queries), static_cast<int>(output.size(3)), spans);
+        grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, to, sums, static_cast<int>(padded / kRowsOfBlock),
+        padded, static_cast<int>(heads), static_cast<int>(queries), static_cast<int>(head_dim), spans);
   });
-  return {data, RowStatsPlanes{to, padded}};
+  return {data, RowStatsPlanes{to, padded}, sums};
 }
 
 }  // namespace ds_sparse::attention

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <optional>
-#include <utility>
 
 #include "../common/launch.h"
 #include "block_spans.h"
@@ -34,9 +33,28 @@ struct RowStatsPlanes {
   }
 };
 
-// The tensor that holds them, and how kernels read it. row_stats.cu
-std::pair<Tensor, RowStatsPlanes> make_row_stats(
+// The gradients of queries in fp32, not scaled yet, as thread blocks add to them: (B, H, padded T / 16) warp tiles,
+// each of `columns` / 8 runs in the order in which a warp's lanes hold 16 x 8 sums, four a lane.
+struct GradQuerySums {
+  float* data;  // null: not asked for
+  int64_t padded;
+  int columns;
+
+  __device__ float* warp_tile(int64_t matrix, int token) const {
+    return data + (matrix * padded + token / 16 * 16) * columns;
+  }
+};
+
+// What backward's passes read of rows, and begin their sums with; the tensor holds both.
+struct RowsOfBackward {
+  Tensor data;
+  RowStatsPlanes row_stats;
+  GradQuerySums grad_query_sums;
+};
+
+// Statistics of all rows, and sums of 0 for the gradients of queries where they are asked for. row_stats.cu
+RowsOfBackward make_row_stats(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
-    const Tensor& row_sums, const BlockSpans& spans);
+    const Tensor& row_sums, const BlockSpans& spans, bool with_sums = false);
 
 }  // namespace ds_sparse::attention

@@ -9,7 +9,10 @@
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include "../../tensors.h"
 
@@ -90,7 +93,7 @@ class Launcher {
   template <class... Parameters, class... Arguments>
   void with_shared_memory(
       void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, Arguments... arguments) const {
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
     run(kernel, blocks, threads, bytes, nullptr, arguments...);
   }
 
@@ -127,6 +130,21 @@ class Launcher {
     STD_CUDA_CHECK(cudaGetDevice(&device));
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
     return value;
+  }
+
+  // Lets a kernel have so many bytes on the current device; asked for once, as it takes half as long as a launch.
+  static void allow_shared_memory(const void* kernel, size_t bytes) {
+    static std::mutex mutex;
+    static std::map<std::pair<const void*, int>, size_t> allowed;
+    int device = 0;
+    STD_CUDA_CHECK(cudaGetDevice(&device));
+    const std::lock_guard<std::mutex> lock(mutex);
+    size_t& most = allowed[{kernel, device}];
+    if (most < bytes) {
+      STD_CUDA_CHECK(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+      most = bytes;
+    }
   }
 
   // `attribute`: of the launch; may be null.
