@@ -11,7 +11,7 @@ from .choice import (
     walkers,
 )
 from .implementations import HOPPER_TILE, IMPLEMENTATIONS, TILE, Call, Implementation
-from .strides import is_readable, readable
+from .strides import is_aligned, is_readable, readable
 
 __all__ = [
     "HOPPER_TILE",
@@ -23,6 +23,7 @@ __all__ = [
     "dtypes_on",
     "force_implementation",
     "forced_implementation",
+    "is_aligned",
     "is_readable",
     "largest_head_dim",
     "readable",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +134,7 @@ class MatMul(OnLayout):
             b, a = self._sparse_and_dense("B", b, "A", a, index)
         result = self._function.apply(*self._taken(a, b, index))
         if like is not None and added == 0 and given[0].shape == a.shape and given[1].shape == b.shape:
-            self._remember(like, a, b, index)
+            self._remember(like, a, b, index, result)
         for _ in range(added):
             result = result.squeeze(0)
         return result
@@ -146,23 +145,28 @@ class MatMul(OnLayout):
 
     def _taken(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex, walk: Walk | None = None) -> tuple[Any, ...]:
         """The operands, which fit, and what says how they are multiplied, as the autograd function takes them."""
-        a = a.transpose(-1, -2) if self.trans_a and self.mode == "sdd" else a
+        a = a.mT if self.trans_a and self.mode == "sdd" else a
         if self.mode == "dds":
-            return b, a if self.trans_a else a.transpose(-1, -2), (index, not self.trans_b, True, walk)
-        b = b.transpose(-1, -2) if self.trans_b else b
+            return b, a if self.trans_a else a.mT, (index, not self.trans_b, True, walk)
+        b = b.mT if self.trans_b else b
         return a, b, (index, walk) if self.mode == "sdd" else (index, self.trans_a, False, walk)
 
-    def _remember(self, like: Signature, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> None:
+    def _remember(
+        self, like: Signature, a: torch.Tensor, b: torch.Tensor, index: BlockIndex, result: torch.Tensor
+    ) -> None:
         """Keeps that such a product has been checked, where no operand is copied first."""
         x, y, how = self._taken(a, b, index)
-        if self.mode == "sdd":
-            is_copied = any(_is_copied("sdd", operand, index) for operand in (x, y.mT))
-            walk = partial(_walk_of_sdd, x, y.mT, index)
-        else:
-            is_copied = _is_copied("dsd", y, index)
-            walk = partial(_walk_of_dsd, x.contiguous(), y, index, how[1])
-        if not is_copied:
-            _known.keep(like, 1.0, None, index, lambda: walk().of_calls_like(self._function, (x, y)))
+        is_sdd = self.mode == "sdd"
+        if not (_reads_in_place("sdd", index, x, y.mT) if is_sdd else _reads_in_place("dsd", index, y)):
+            return
+
+        def walk() -> Walk:
+            made = _walk_of_sdd(x, y.mT, index) if is_sdd else _walk_of_dsd(x.contiguous(), y, index, how[1])
+            if result.requires_grad:
+                made = made._replace(strides=result.stride(), gradients=_walks_of_gradients(x, y, how, result))
+            return made.of_calls_like(self._function, (x, y))
+
+        _known.keep(like, 1.0, None, index, walk)
 
     def _dense(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> tuple[torch.Tensor, torch.Tensor]:
         """The operands of sdd, after a check that they fit, with as many sequences and heads."""
@@ -312,34 +316,60 @@ def _is_copied(operation: str, x: torch.Tensor, index: BlockIndex, forced: str |
     return choose(operation, call_on(index, x)._replace(operands=()), forced).reads_boxes
 
 
+def _reads_in_place(operation: str, index: BlockIndex, *dense: torch.Tensor) -> bool:
+    return not any(_is_copied(operation, x, index) for x in dense)
+
+
 def allow_tf32() -> bool:
     """Tells if fp32 products on CUDA may round their operands to TF32, as torch's own may."""
     return torch.backends.cuda.matmul.allow_tf32
 
 
 def _sdd_of_first(grad, a, b, index, walk, forced):
-    return _dsd(grad, b.transpose(-1, -2), index, False, False, None, forced)
+    return _dsd(grad, b.mT, index, False, False, walk and walk.of_gradient(0, grad), forced)
 
 
 def _sdd_of_second(grad, a, b, index, walk, forced):
     # In b's order of memory: where b is a transposed view, so is its gradient, and nothing is copied.
     rows_are_contiguous = b.stride(-1) == 1
-    grad_b = _dsd(grad, a, index, True, rows_are_contiguous, None, forced)
-    return grad_b if rows_are_contiguous else grad_b.transpose(-1, -2)
+    grad_b = _dsd(grad, a, index, True, rows_are_contiguous, walk and walk.of_gradient(1, grad), forced)
+    return grad_b if rows_are_contiguous else grad_b.mT
 
 
 def _dsd_of_values(grad, values, dense, index, transposed, transpose_result, walk, forced):
     left, right = (dense, grad) if transposed else (grad, dense)
-    return _sdd(left, right.transpose(-1, -2), index, None, forced)
+    return _sdd(left, right.mT, index, walk and walk.of_gradient(0, grad), forced)
 
 
 def _dsd_of_dense(grad, values, dense, index, transposed, transpose_result, walk, forced):
-    grad_dense = _dsd(values, grad, index, not transposed, transpose_result, None, forced)
-    return grad_dense.transpose(-1, -2) if transpose_result else grad_dense
+    walk = walk and walk.of_gradient(1, grad)
+    grad_dense = _dsd(values, grad, index, not transposed, transpose_result, walk, forced)
+    return grad_dense.mT if transpose_result else grad_dense
+
+
+def _walks_of_gradients(
+    x: torch.Tensor, y: torch.Tensor, how: tuple[Any, ...], grad: torch.Tensor
+) -> tuple[Walk | None, ...]:
+    """The walks of both operands' gradients, of one of the product that lies in memory as `grad`. None where what they
+    are made of is copied first, and where none is wanted."""
+    index, *rest, _ = how
+    of_x = of_y = None
+    if not rest:
+        if x.requires_grad and _reads_in_place("dsd", index, y.mT):
+            of_x = _walk_of_dsd(grad, y.mT, index, False)
+        if y.requires_grad and _reads_in_place("dsd", index, x):
+            of_y = _walk_of_dsd(grad, x, index, True)
+        return of_x, of_y
+    transposed, transpose_result = rest
+    if x.requires_grad and not transpose_result and _reads_in_place("sdd", index, y, grad):
+        of_x = _walk_of_sdd(y if transposed else grad, grad if transposed else y, index)
+    if y.requires_grad and not transpose_result and _reads_in_place("dsd", index, grad):
+        of_y = _walk_of_dsd(x.contiguous(), grad, index, not transposed)
+    return of_x, of_y
 
 
 def _read(grad, index, transposed, transpose_result, walk, forced):
-    return _token_by_token("dsd", grad.transpose(-1, -2), index, forced) if transpose_result else grad
+    return _token_by_token("dsd", grad.mT, index, forced) if transpose_result else grad
 
 
 _SDD = product_function("_SDD", "MatMul", _sdd, _sdd_of_first, _sdd_of_second)

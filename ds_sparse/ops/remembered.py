@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..dispatch import forced_implementation, is_readable
+from ..dispatch import forced_implementation, is_aligned, is_readable
 from ..index.cache import is_capturing
 from ..index.on_device import OnDevice
 from ._autograd import Function, recorded
@@ -74,6 +74,9 @@ class Walk(NamedTuple):
         function: the autograd function.
         apply: what of it runs: all, or forward alone where no gradient is wanted.
         in_place: whether the operands are read where they are.
+        gradients: of a product: the walks of the gradients of its operands, where its own has these strides and is
+            aligned; None is what is not known.
+        strides: of the product.
     """
 
     rows: tuple[Any, ...] = ()
@@ -82,6 +85,8 @@ class Walk(NamedTuple):
     function: Any = None
     apply: Any = None
     in_place: bool = False
+    gradients: tuple[Walk | None, ...] = (None, None)
+    strides: tuple[int, ...] = ()
 
     def of_calls_like(self, function: type[Function], operands: Iterable[Tensor], *others: Tensor | None) -> Walk:
         """The walk of calls that are remembered, of such operands and other tensors with gradients."""
@@ -91,6 +96,11 @@ class Walk(NamedTuple):
         return self._replace(
             function=function, apply=apply, in_place=all(x.dim() == 4 and is_readable(x) for x in operands)
         )
+
+    def of_gradient(self, operand: int, grad: Tensor) -> Walk | None:
+        """The walk of the gradient of a product's operand, by its number, of that of the product."""
+        is_alike = grad.stride() == self.strides and is_aligned(grad)
+        return self.gradients[operand] if is_alike else None
 
     def on(self, index: OnDevice) -> Walk:
         """The walk itself, for what the current stream does next with the index."""

@@ -205,6 +205,20 @@ def test_operands_that_lie_otherwise_give_the_same(device: str):
             torch.testing.assert_close(block_sparse_attention(other, key, value, index), expected)
 
 
+@pytest.mark.parametrize("name", ["sdd", "dsd", "dds"])
+def test_gradients_of_a_product_may_lie_anywhere(device: str, name: str):
+    call, shapes = of_kinds(device)[name]
+    dtype = torch.float32 if device == "cpu" else torch.float16  # which has kernels that read some places alone
+    given = [leaf(x.detach().to(dtype), device) for x in operands(device, shapes)]
+    grad = torch.randn_like(call(*given))
+    expected = torch.autograd.grad(call(*given), given, grad)
+    turned = grad.mT.contiguous().mT
+    moved = torch.empty(grad.numel() + 1, device=device, dtype=dtype)[1:].view(grad.shape).copy_(grad)
+    for other in (grad, turned, moved, torch.zeros_like(grad), grad[:, :, :1].expand_as(grad)):
+        wanted = expected if torch.equal(other, grad) else torch.autograd.grad(call(*given), given, other.clone())
+        torch.testing.assert_close(torch.autograd.grad(call(*given), given, other), wanted)
+
+
 def test_what_is_written_into_a_layout_counts(device: str):
     layout, given = torch.ones(HEADS, 2, 2, dtype=torch.bool, device=device), operands(device)
     for _ in range(2):
