@@ -83,7 +83,7 @@ def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
     def decorated(backward: Callable) -> Callable:
         @wraps(backward)
         def once(ctx, *grads):
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return backward(ctx, *grads)
             with torch.no_grad():
                 results = backward(ctx, *grads)

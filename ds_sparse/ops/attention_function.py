@@ -157,7 +157,8 @@ def attention_forward(
         return ops.layout_attention_forward(*call, index.text)
     *tensors, scale, causal, dropout_p = call
     walk = walk_of(index, call[0]) if walk is None else walk.on(index)
-    return ops.block_attention_forward(*tensors, *walk.rows, scale, causal, dropout_p, *walk.ends)
+    # Its only overload, which a call without `default` would look for.
+    return ops.block_attention_forward.default(*tensors, *walk.rows, scale, causal, dropout_p, *walk.ends)
 
 
 def attention_backward(
@@ -168,7 +169,9 @@ def attention_backward(
         return ops.layout_attention_backward(*call, index.text)
     *tensors, scale, causal, dropout_p, deterministic = call
     walk = walk_of(index, tensors[2], forced) if walk is None else walk.on(index)
-    return ops.block_attention_backward(*tensors, *walk.both, scale, causal, dropout_p, deterministic, *walk.ends)
+    return ops.block_attention_backward.default(
+        *tensors, *walk.both, scale, causal, dropout_p, deterministic, *walk.ends
+    )
 
 
 def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:

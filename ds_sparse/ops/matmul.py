@@ -255,7 +255,7 @@ def _sdd(
         walk = _walk_of_sdd(a, read, index, forced)
     else:
         index.ready()
-    return ops.matmul_sdd(a, b, *walk.rows, allow_tf32(), *walk.ends)
+    return ops.matmul_sdd.default(a, b, *walk.rows, allow_tf32(), *walk.ends)
 
 
 def _walk_of_sdd(a: torch.Tensor, columns: torch.Tensor, index: BlockIndex, forced: str | None = None) -> Walk:
@@ -280,7 +280,7 @@ def _dsd(
         walk = _walk_of_dsd(values, dense, index, transposed, forced)
     else:
         index.ready()
-    return ops.matmul_dsd(values, dense, *walk.rows, transpose_result, allow_tf32(), *walk.ends)
+    return ops.matmul_dsd.default(values, dense, *walk.rows, transpose_result, allow_tf32(), *walk.ends)
 
 
 def _walk_of_dsd(

@@ -217,7 +217,9 @@ class _Softmax(Function):
     @staticmethod
     def forward(scores, rpe, key_padding_mask, attn_mask, index: BlockIndex, heads: int | None, scale, causal, walk):
         walk = _walk_of(index) if walk is None else walk.on(index)
-        return ops.softmax_forward(scores.contiguous(), rpe, key_padding_mask, attn_mask, *walk.rows, scale, causal)
+        return ops.softmax_forward.default(
+            scores.contiguous(), rpe, key_padding_mask, attn_mask, *walk.rows, scale, causal
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, probs):
@@ -232,7 +234,7 @@ class _Softmax(Function):
         index, scale = ctx.index, ctx.scale
         walk = _walk_of(index) if ctx.walk is None else ctx.walk.on(index)
         wants_bias = any(ctx.needs_input_grad[1:4])
-        grad_sum = ops.softmax_backward(grad.contiguous(), probs, *walk.rows, 1.0 if wants_bias else scale)
+        grad_sum = ops.softmax_backward.default(grad.contiguous(), probs, *walk.rows, 1.0 if wants_bias else scale)
         grads = [grad_sum * scale if wants_bias else grad_sum]
         for wanted, shape in zip(ctx.needs_input_grad[1:4], ctx.bias_shapes):
             grads.append(_bias_gradient(grad_sum, index, ctx.heads, shape) if wanted else None)

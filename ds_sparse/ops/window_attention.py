@@ -286,7 +286,7 @@ def window_attention_forward(
     *tensors, scale = call
     blocks = index.blocks
     walk = walk_of(blocks, call[0]) if walk is None else walk.on(index).on(blocks)
-    return ops.window_attention_forward(
+    return ops.window_attention_forward.default(
         *tensors, index.limits, index.places, *walk.rows, index.num_global, scale, index.causal, walk.ends[0]
     )
 
@@ -300,7 +300,7 @@ def window_attention_backward(
     *tensors, scale, deterministic = call
     blocks = index.blocks
     walk = walk_of(blocks, call[1], forced) if walk is None else walk.on(index).on(blocks)
-    return ops.window_attention_backward(
+    return ops.window_attention_backward.default(
         *tensors, index.limits, index.places, *walk.both, index.num_global, scale, index.causal, deterministic,
         walk.ends[0],
     )  # fmt: skip

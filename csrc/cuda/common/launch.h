@@ -8,6 +8,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -25,27 +27,27 @@ constexpr size_t kPortableMemory = 99 << 10;
 // Makes a tensor's device the current one while it lives, and launches on that device's current stream.
 class Launcher {
  public:
-  explicit Launcher(const Tensor& on) : guard_(on.get_device_index()) {
+  explicit Launcher(const Tensor& on) : device_(on.get_device_index()), guard_(device_) {
     // A thread whose first CUDA call is ours, as autograd's may be, has no context, and cuTensorMapEncodeTiled fails
     // with 201. The runtime gives it one; the guard does not ask for it where the device is the current one already.
-    STD_CUDA_CHECK(cudaSetDevice(on.get_device_index()));
+    STD_CUDA_CHECK(cudaSetDevice(device_));
     void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
   cudaStream_t stream() const { return stream_; }
-  int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+  int64_t multiprocessors() const { return attribute<cudaDevAttrMultiProcessorCount>(); }
   // Bytes that a thread block may have. DS_SPARSE_SHARED_MEMORY, where it is defined, lets a GPU stand for one with
   // less.
   size_t shared_memory() const {
 #ifdef DS_SPARSE_SHARED_MEMORY
     return DS_SPARSE_SHARED_MEMORY;
 #else
-    return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
 #endif
   }
-  bool is_hopper() const { return attribute(cudaDevAttrComputeCapabilityMajor) == 9; }
+  bool is_hopper() const { return attribute<cudaDevAttrComputeCapabilityMajor>() == 9; }
   // Tells if launches become part of a CUDA graph.
   bool is_capturing() const {
     cudaStreamCaptureStatus status;
@@ -125,21 +127,26 @@ class Launcher {
   }
 
  private:
-  static int attribute(cudaDeviceAttr name) {
-    int device = 0, value = 0;
-    STD_CUDA_CHECK(cudaGetDevice(&device));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
+  // One that is never 0, asked for once on each of the first devices.
+  template <cudaDeviceAttr kName>
+  int attribute() const {
+    static std::array<std::atomic<int>, 64> known{};
+    int value = device_ < known.size() ? known[device_].load() : 0;
+    if (value == 0) {
+      STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, kName, device_));
+      if (device_ < known.size()) {
+        known[device_] = value;
+      }
+    }
     return value;
   }
 
-  // Lets a kernel have so many bytes on the current device; asked for once, as it takes half as long as a launch.
-  static void allow_shared_memory(const void* kernel, size_t bytes) {
+  // Lets a kernel have so many bytes on the device; asked for once, as it takes half as long as a launch.
+  void allow_shared_memory(const void* kernel, size_t bytes) const {
     static std::mutex mutex;
-    static std::map<std::pair<const void*, int>, size_t> allowed;
-    int device = 0;
-    STD_CUDA_CHECK(cudaGetDevice(&device));
+    static std::map<std::pair<const void*, uint32_t>, size_t> allowed;
     const std::lock_guard<std::mutex> lock(mutex);
-    size_t& most = allowed[{kernel, device}];
+    size_t& most = allowed[{kernel, device_}];
     if (most < bytes) {
       STD_CUDA_CHECK(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
@@ -165,6 +172,7 @@ class Launcher {
     STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 
+  uint32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };
