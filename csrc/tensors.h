@@ -5,6 +5,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <array>
@@ -20,10 +21,10 @@ using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 inline Tensor empty_strided_on(const Tensor& on, Sizes sizes, const int64_t* strides, ScalarType type) {
   int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(on.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(on.get(), &device_type));
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype, device_type, on.get_device_index(), &made));
   return Tensor(made);
 }

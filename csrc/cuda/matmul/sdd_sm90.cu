@@ -9,6 +9,7 @@
 
 #include "../../packing.h"
 #include "../common/gemm_sm90.h"
+#include "../common/pass_state.h"
 #include "sdd.h"
 #include "tuning.h"
 
@@ -51,7 +52,7 @@ struct Memory : TileShape<kBlock> {
 
 template <class T, int kPanels, int kBlock>
 __device__ __forceinline__ void run_producer(
-    const ProductTileLists& lists, int* taken, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a,
+    const ProductTileLists& lists, unsigned* taken, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a,
     const RunsMap& b) {
   using M = Memory<T, kPanels, kBlock>;
   constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kBlockRows = M::kBlockRows, kStepsOfBlock = M::kStepsOfBlock;
@@ -113,7 +114,8 @@ __device__ __forceinline__ void run_producer(
   };
   while (number < work_tiles) {
     const ProductWorkTile work(lists, number, listed);
-    const int ticket = lane == 0 ? atomicAdd(taken, 1) : 0;
+    // Each work tile draws one: the last one leaves 0.
+    const int ticket = lane == 0 ? static_cast<int>(atomicInc(taken, work_tiles - 1)) : 0;
     int rows[M::kConsumerWarpgroups];
 #pragma unroll
     for (int group = 0; group < M::kConsumerWarpgroups; ++group) {
@@ -260,7 +262,7 @@ __device__ __forceinline__ void run_consumer(Memory<T, kPanels, kBlock>& memory,
 template <class T, int kPanels, int kBlock>
 __global__ void __launch_bounds__(TileShape<kBlock>::kThreads, (SddOnHopperTuning<kPanels, kBlock>::kThreadBlocks))
     sdd_on_hopper_kernel(
-        const __grid_constant__ ProductTileLists lists, int* taken, const __grid_constant__ CUtensorMap a,
+        const __grid_constant__ ProductTileLists lists, unsigned* taken, const __grid_constant__ CUtensorMap a,
         const __grid_constant__ RunsMap b, T* out) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kPanels, kBlock>;
@@ -296,7 +298,8 @@ void sdd_on_hopper(
         RunsMap::takes(b_rows),
         "implementation is \"hopper\", and b has 2^31 tokens or more in all; give \"portable\".");
   }
-  const Tensor taken = launch.zeros(a, 1, ScalarType::Int);
+  StateOfPass state(launch, a);
+  unsigned* taken = reinterpret_cast<unsigned*>(&state.get()->row_tickets);
   const auto run = [&](auto zero, auto panels, auto tokens) {
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value, kBlock = decltype(tokens)::value;
@@ -304,8 +307,8 @@ void sdd_on_hopper(
     const int64_t most = launch.multiprocessors() * M::Tuning::kThreadBlocks;
     launch.with_shared_memory(
         sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.total_work_tiles(), most), M::kThreads,
-        sizeof(M) + kPanelAlignment, lists, taken.mutable_data_ptr<int32_t>(), tensor_map(read_a, M::kBox),
-        RunsMap(b_rows, M::kLaneRun), static_cast<T*>(out.mutable_data_ptr()));
+        sizeof(M) + kPanelAlignment, lists, taken, tensor_map(read_a, M::kBox), RunsMap(b_rows, M::kLaneRun),
+        static_cast<T*>(out.mutable_data_ptr()));
   };
   const auto with_block = [&](auto zero, auto panels) {
     switch (block) {
@@ -324,6 +327,7 @@ void sdd_on_hopper(
                         : with_block(zero, std::integral_constant<int, 2>{});
   };
   a.scalar_type() == ScalarType::Half ? with_depth(__half{}) : with_depth(__nv_bfloat16{});
+  state.done();
 }
 
 }  // namespace ds_sparse
