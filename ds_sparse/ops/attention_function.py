@@ -64,11 +64,10 @@ def attention_function(
 
         @staticmethod
         def setup_context(ctx, inputs, results):
-            *tensors, ctx.index, ctx.walk, ctx.numbers = inputs
             output, _, rows = results
-            ctx.forced = forced_implementation()
+            ctx.how = *inputs[8:], forced_implementation()
             ctx.mark_non_differentiable(rows)
-            ctx.save_for_backward(output, rows, *tensors)
+            ctx.save_for_backward(output, rows, *inputs[:8])
             ctx.set_materialize_grads(False)
 
         @staticmethod
@@ -78,8 +77,8 @@ def attention_function(
             grad_output = torch.zeros_like(output) if grad_output is None else read(grad_output)
             grad_lse = None if grad_lse is None else grad_lse.contiguous()
             saved = grad_output, grad_lse, query, key, value, output, rows, bias, *masks
-            wanted = ctx.needs_input_grad
-            grads = gradients(ctx.index, *saved, *ctx.numbers, wanted=wanted, walk=ctx.walk, forced=ctx.forced)
+            (index, walk, numbers, forced), wanted = ctx.how, ctx.needs_input_grad
+            grads = gradients(index, *saved, *numbers, wanted=wanted, walk=walk, forced=forced)
             grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks) if wanted[4] else None
             return *grads, grad_sinks, None, None, None, None, None, None
 
