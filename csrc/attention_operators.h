@@ -72,9 +72,10 @@ struct AttentionOperators {
       const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_bias,
       const Tensor& limits, const std::optional<Tensor>& places, const Tensor& row_lines, const Tensor& row_entries,
       const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile,
-      int64_t num_global, double scale, bool causal, const std::string& implementation) {
+      int64_t num_global, double scale, bool causal, const std::string& implementation, bool bounded) {
     AttentionCall call{query, key, value, layout_heads, block, tile, implementation, scale, causal, key_bias};
     call.window.emplace(WindowTensors{limits, places, num_global});
+    call.bounded = bounded;
     return forward(call, {row_lines, row_entries, row_units, row_cuts});
   }
 
@@ -84,9 +85,10 @@ struct AttentionOperators {
       const std::optional<Tensor>& places, const Tensor& row_lines, const Tensor& row_entries, const Tensor& row_units,
       const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries, const Tensor& column_units,
       const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile, int64_t num_global, double scale,
-      bool causal, bool deterministic, const std::string& implementation) {
+      bool causal, bool deterministic, const std::string& implementation, bool bounded) {
     AttentionCall call{query, key, value, layout_heads, block, tile, implementation, scale, causal, key_bias};
     call.window.emplace(WindowTensors{limits, places, num_global});
+    call.bounded = bounded;
     return backward(
         call, {grad_output, std::nullopt, output, rows}, {row_lines, row_entries, row_units, row_cuts},
         {column_lines, column_entries, column_units, column_cuts}, deterministic);

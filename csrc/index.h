@@ -140,6 +140,45 @@ constexpr int64_t document_of(const int32_t* edges, int64_t documents, int64_t t
   return least;
 }
 
+// A block of documents: its first token, and how many; the first block, and the one after the last, of which its tokens
+// may see some.
+struct BlockOfDocuments {
+  int32_t token, tokens, first, end;
+};
+
+// Documents that are packed in one row: where each begins, and the row's end.
+struct Documents {
+  const int32_t* edges;
+  int64_t count, tokens, block;
+
+  constexpr int64_t blocks_of(int64_t document) const {
+    return ceil_div(int64_t{edges[document + 1]} - edges[document], block);
+  }
+  // Tells if the row has a document as it says. If it has all, they ascend from 0 to the row's tokens.
+  constexpr bool has(int64_t document) const {
+    const int32_t begin = edges[document], end = edges[document + 1];
+    return begin <= end && (document > 0 || begin == 0) && (document + 1 < count || end == tokens);
+  }
+  // Block `number` of all documents, of a document whose first has the number `first`.
+  constexpr BlockOfDocuments own(int64_t document, int64_t first, int64_t number) const {
+    const int64_t token = edges[document] + (number - first) * block, left = edges[document + 1] - token;
+    if (left <= 0) return {};
+    return {
+        static_cast<int32_t>(token), static_cast<int32_t>(left < block ? left : block), static_cast<int32_t>(first),
+        static_cast<int32_t>(first + blocks_of(document))};
+  }
+  // Block `number` of the row, whose tokens see others of their documents that are at most `window` away.
+  constexpr BlockOfDocuments of_row(int64_t number, int64_t window) const {
+    const int64_t token = number * block, end = token + block < tokens ? token + block : tokens;
+    const int64_t begins = edges[document_of(edges, count, token)],
+                  ends = edges[document_of(edges, count, end - 1) + 1];
+    return {
+        static_cast<int32_t>(token), static_cast<int32_t>(end - token),
+        static_cast<int32_t>((begins > token - window ? begins : token - window) / block),
+        static_cast<int32_t>(ceil_div(ends < end + window ? ends : end + window, block))};
+  }
+};
+
 // The first token, and the one after the last, that are in a token's document and at most `window` away.
 constexpr void limits_of(
     const int32_t* edges, int64_t documents, int64_t token, int64_t window, int32_t& first, int32_t& end) {
@@ -238,6 +277,21 @@ inline int64_t check_bits_of_documents(const std::optional<Tensor>& bits, const 
   return bits->size(0);
 }
 
+// most: of blocks that a document may have, if they are the documents' own; or of tokens to others that a token sees.
+inline Documents check_documents(
+    const Tensor& cu_seqlens, int64_t tokens, int64_t blocks, int64_t block, bool own, int64_t most) {
+  check_block(block);
+  check_list(cu_seqlens, cu_seqlens, "cu_seqlens");
+  check(cu_seqlens.size(0) > 1, "cu_seqlens has to have one document at least.");
+  check(tokens > 0 && tokens <= INT32_MAX, "tokens has to be 1 or more, and less than 2**31.");
+  check(most >= 0 && most <= INT32_MAX, "most has to be 0 or more, and less than 2**31.");
+  const int64_t of_row = ceil_div(tokens, block);
+  check(
+      own ? blocks >= of_row && blocks <= INT32_MAX : blocks == of_row, "blocks has to be ", of_row,
+      own ? " or more" : "", ", got ", blocks, ".");
+  return {cu_seqlens.const_data_ptr<int32_t>(), cu_seqlens.size(0) - 1, tokens, block};
+}
+
 inline void check_limits(const Tensor& cu_seqlens, const Tensor& windows, int64_t tokens) {
   check_list(cu_seqlens, cu_seqlens, "cu_seqlens");
   check_list(windows, cu_seqlens, "windows");
@@ -318,12 +372,21 @@ inline Plan plan_of(
   return plan;
 }
 
-inline void check_plan(const Plan& plan, const Tensor& memory, const Tensor& counts) {
+inline void check_plan(
+    const Plan& plan, const Tensor& memory, const Tensor& counts, const std::optional<Tensor>& lost) {
+  if (lost) {
+    check_list(*lost, memory, "lost");
+    check_size(*lost, 0, 1, "lost");
+    check(plan.bounded, "lost is for tiles that nobody counts; bounded has to be true.");
+  }
   check(
       memory.dim() == 1 && memory.size(0) == plan.size && memory.scalar_type() == ScalarType::Int &&
           counts.dim() == 1 && counts.size(0) == plan.num_counts() && counts.scalar_type() == ScalarType::Long,
       "plan and counts have to be those of index_plan, for the same arguments.");
 }
+
+// Entries that there is space for where what a layout is made of was not as it has to be: not even for none.
+constexpr int64_t kLost = -1;
 
 // The tensors of a set: lines, entries, work tiles and cuts. Where nobody waited for counts there are more than needed,
 // and a last work tile (-1, number of the others, 0, 0).

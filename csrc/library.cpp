@@ -41,22 +41,25 @@
 
 STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // A layout (L, R, C), bool or uint8, any strides, as bits: uint8 (L, R, 4 * ceil(C / 32)), bit k of byte j is block
-  // 8 * j + k; causal: without those above the diagonal.
-  m.def("index_bits(Tensor layout, bool causal) -> Tensor");
+  // 8 * j + k.
+  m.def("index_bits(Tensor layout) -> Tensor");
 
   // The bits of the blocks that block_indices (L, R, k) name for each block row, int32 or int64, in any order, perhaps
   // twice; those below 0, or beyond the columns, name none.
-  m.def("index_bits_of_blocks(Tensor block_indices, int columns, bool causal) -> Tensor");
+  m.def("index_bits_of_blocks(Tensor block_indices, int columns) -> Tensor");
 
   // bits without the blocks above the diagonal.
   m.def("index_causal_bits(Tensor bits) -> Tensor");
 
-  // The blocks of documents that are packed in one row, cu_seqlens (documents + 1) int32 or int64, ascending from 0; on
-  // the CPU alone, as the host has to know it. own: blocks are the documents' own, else those of the row, whose tokens
-  // see up to `window` others before and after.
-  // -> int32 (2, blocks, 2): each block's first token and number of tokens, as spans below; then the first block, and
-  // the one after the last, of which its tokens may see some.
-  m.def("index_documents(Tensor cu_seqlens, int blocks, int block, bool own, int window) -> Tensor");
+  // The blocks of documents that are packed in one row, cu_seqlens (documents + 1) int32, ascending from 0 to tokens.
+  // own: blocks are the documents' own, up to `most` of each, and those beyond the last have no tokens; else they are
+  // those of the row, whose tokens see up to `most` others before and after.
+  // -> spans int32 (2, blocks, 2): each block's first token and number of tokens, as below; then the first block, and
+  // the one after the last, of which its tokens may see some; lost int32 (1), for index_fill: 1 where cu_seqlens is not
+  // like that, which a CPU refuses
+  m.def(
+      "index_documents(Tensor cu_seqlens, int tokens, int blocks, int block, bool own, int most) "
+      "-> (Tensor spans, Tensor lost)");
 
   // bits of the blocks of packed documents, ranges int32 (N, 2) saying with which others each may be live, as above.
   // bits: of the layout that each document has from its own start (own), or of the row's, none: all is live; causal:
@@ -83,10 +86,10 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // L, or 1 where all heads are equal. sizes: three for each, the numbers of its entries, units and cuts. If bounded it
   // is one number, the entries of each that there is space for; then units and cuts are as many as there may be, and
   // one unit more: all behind the last are (-1, their number, 0, 0). Where entries have no space, the tile's units have
-  // none, from -1 on.
+  // none, from -1 on; so it is of all tiles where lost, int32 (1), is not 0.
   m.def(
       "index_fill(Tensor bits, Tensor plan, Tensor counts, int columns, int block, int[] tiles, bool of_rows, "
-      "bool of_columns, bool bounded, int layout_heads, int[] sizes) -> Tensor[]");
+      "bool of_columns, bool bounded, int layout_heads, int[] sizes, Tensor? lost=None) -> Tensor[]");
 
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
@@ -213,7 +216,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "window_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor limits, "
       "Tensor? places, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, "
-      "int block, int tile, int num_global, float scale, bool causal, str implementation) "
+      "int block, int tile, int num_global, float scale, bool causal, str implementation, bool bounded=False) "
       "-> (Tensor output, Tensor lse, Tensor rows)");
 
   m.def(
@@ -221,7 +224,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor rows, Tensor? key_bias, Tensor limits, Tensor? places, Tensor row_lines, Tensor row_entries, "
       "Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, Tensor column_units, "
       "Tensor column_cuts, int layout_heads, int block, int tile, int num_global, float scale, bool causal, "
-      "bool deterministic, str implementation) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "bool deterministic, str implementation, bool bounded=False) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // values[r, n] = query[row of n] . key[column of n].   query (B, H, T, D), key (B, H, S, D), any strides -> (R, N)
   m.def(

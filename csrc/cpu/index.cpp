@@ -37,7 +37,7 @@ void cut_above_diagonal(uint32_t* words, int64_t row, int64_t count) {
   for (int64_t w = row / 32; w < count; ++w) words[w] &= bits_between(w, 0, row + 1);
 }
 
-Tensor index_bits(const Tensor& layout, bool causal) {
+Tensor index_bits(const Tensor& layout) {
   check_layout(layout);
   const int64_t heads = layout.size(0), rows = layout.size(1), columns = layout.size(2), words = words_of(columns);
   Tensor bits = zero_bits(layout, heads, rows, columns);
@@ -45,15 +45,14 @@ Tensor index_bits(const Tensor& layout, bool causal) {
   const char* from = static_cast<const char*>(layout.const_data_ptr());
   const int64_t step = layout.stride(2);
   for_lines(heads * rows, [&](int64_t line) {
-    const int64_t row = line % rows, live = causal ? std::min(columns, row + 1) : columns;
-    const char* given = from + line / rows * layout.stride(0) + row * layout.stride(1);
+    const char* given = from + line / rows * layout.stride(0) + line % rows * layout.stride(1);
     uint32_t* of_line = to + line * words;
-    for (int64_t c = 0; c < live; ++c) of_line[c / 32] |= uint32_t{given[c * step] != 0} << c % 32;
+    for (int64_t c = 0; c < columns; ++c) of_line[c / 32] |= uint32_t{given[c * step] != 0} << c % 32;
   });
   return bits;
 }
 
-Tensor index_bits_of_blocks(const Tensor& block_indices, int64_t columns, bool causal) {
+Tensor index_bits_of_blocks(const Tensor& block_indices, int64_t columns) {
   check_block_indices(block_indices, columns);
   const int64_t heads = block_indices.size(0), rows = block_indices.size(1), count = block_indices.size(2);
   Tensor bits = zero_bits(block_indices, heads, rows, columns);
@@ -61,10 +60,9 @@ Tensor index_bits_of_blocks(const Tensor& block_indices, int64_t columns, bool c
   const bool wide = block_indices.scalar_type() == ScalarType::Long;
   const void* from = block_indices.const_data_ptr();
   for_lines(heads * rows, [&](int64_t line) {
-    const int64_t end = causal ? std::min(columns, line % rows + 1) : columns;
     for (int64_t n = line * count; n < (line + 1) * count; ++n) {
       const int64_t block = wide ? static_cast<const int64_t*>(from)[n] : static_cast<const int32_t*>(from)[n];
-      if (block >= 0 && block < end) to[line * words_of(columns) + block / 32] |= 1u << block % 32;
+      if (block >= 0 && block < columns) to[line * words_of(columns) + block / 32] |= 1u << block % 32;
     }
   });
   return bits;
@@ -82,61 +80,38 @@ Tensor index_causal_bits(const Tensor& bits) {
 
 Words words_in(const Tensor& bits) { return static_cast<Words>(bits.const_data_ptr()); }
 
-// The numbers of a block: first token, tokens; first block and the one after the last with which it shares a document.
-struct BlocksOfDocuments {
-  int32_t *spans, *ranges;
-
-  void put(int64_t number, int64_t token, int64_t tokens, int64_t first, int64_t end) const {
-    spans[2 * number] = static_cast<int32_t>(token);
-    spans[2 * number + 1] = static_cast<int32_t>(tokens);
-    ranges[2 * number] = static_cast<int32_t>(first);
-    ranges[2 * number + 1] = static_cast<int32_t>(end);
+std::tuple<Tensor, Tensor> index_documents(
+    const Tensor& cu_seqlens, int64_t tokens, int64_t blocks, int64_t block, bool own, int64_t most) {
+  const Documents documents = check_documents(cu_seqlens, tokens, blocks, block, own, most);
+  int64_t of_documents = 0, longest = 0;
+  bool has_all = true;
+  for (int64_t d = 0; has_all && d < documents.count; ++d) {
+    has_all = documents.has(d);
+    of_documents += documents.blocks_of(d);
+    longest = std::max(longest, documents.blocks_of(d));
   }
-};
-
-Tensor index_documents(const Tensor& cu_seqlens, int64_t blocks, int64_t block, bool own, int64_t window) {
-  check_block(block);
-  check_dim(cu_seqlens, 1, "cu_seqlens");
-  const bool wide = cu_seqlens.scalar_type() == ScalarType::Long;
-  check(wide || cu_seqlens.scalar_type() == ScalarType::Int, "cu_seqlens has to be int32 or int64.");
-  check_contiguous(cu_seqlens, "cu_seqlens");
-  const int64_t documents = cu_seqlens.size(0) - 1;
-  check(documents > 0, "cu_seqlens has to have one document at least.");
-  const void* from = cu_seqlens.const_data_ptr();
-  const auto edge = [&](int64_t d) -> int64_t {
-    return wide ? static_cast<const int64_t*>(from)[d] : static_cast<const int32_t*>(from)[d];
-  };
-  int64_t of_documents = 0;
-  bool ascends = edge(0) == 0 && edge(documents) <= INT32_MAX;
-  for (int64_t d = 0; ascends && d < documents; ++d) {
-    ascends = edge(d) <= edge(d + 1);
-    of_documents += ceil_div(edge(d + 1) - edge(d), block);
-  }
-  check(ascends, "cu_seqlens has to ascend from 0 to less than 2**31.");
-  const int64_t there = own ? of_documents : ceil_div(edge(documents), block);
-  check(window >= 0, "window has to be 0 or more.");
-  check(blocks == there, "blocks has to be ", there, ", got ", blocks, ".");
-  Tensor made = empty_on(cu_seqlens, {2, blocks, 2}, ScalarType::Int);
-  int32_t* data = made.mutable_data_ptr<int32_t>();
-  const BlocksOfDocuments to{data, data + 2 * blocks};
+  check(has_all, "cu_seqlens has to ascend from 0 to the ", tokens, " tokens of the row.");
   if (own) {
-    int64_t number = 0;
-    for (int64_t d = 0; d < documents; ++d) {
-      const int64_t first = number, end = first + ceil_div(edge(d + 1) - edge(d), block);
-      for (int64_t token = edge(d); number < end; ++number, token += block)
-        to.put(number, token, std::min(block, edge(d + 1) - token), first, end);
-    }
-    return made;
+    check(
+        longest <= most, "a document of cu_seqlens has ", longest, " blocks, and the layout ", most,
+        "; it has to have as many or more.");
+    check(of_documents <= blocks, "blocks has to be ", of_documents, " or more, got ", blocks, ".");
   }
-  int64_t of_first = 0, of_last = 0;  // documents of a block's first token, and of its last
+  Tensor made = empty_on(cu_seqlens, {2, blocks, 2}, ScalarType::Int);
+  int32_t *spans = made.mutable_data_ptr<int32_t>(), *ranges = spans + 2 * blocks;
+  int64_t document = 0, first = 0;
   for (int64_t number = 0; number < blocks; ++number) {
-    const int64_t token = number * block, end = std::min(token + block, edge(documents));
-    while (edge(of_first + 1) <= token) ++of_first;
-    while (edge(of_last + 1) < end) ++of_last;
-    const int64_t first = std::max(edge(of_first), token - window), after = std::min(edge(of_last + 1) - end, window);
-    to.put(number, token, end - token, first / block, ceil_div(end + after, block));
+    while (own && document + 1 < documents.count && number >= first + documents.blocks_of(document))
+      first += documents.blocks_of(document++);
+    const BlockOfDocuments x = own ? documents.own(document, first, number) : documents.of_row(number, most);
+    spans[2 * number] = x.token;
+    spans[2 * number + 1] = x.tokens;
+    ranges[2 * number] = x.first;
+    ranges[2 * number + 1] = x.end;
   }
-  return made;
+  Tensor lost = empty_on(cu_seqlens, {1}, ScalarType::Int);
+  *lost.mutable_data_ptr<int32_t>() = 0;
+  return {made, lost};
 }
 
 Tensor index_bits_of_documents(const std::optional<Tensor>& bits, const Tensor& ranges, bool own, bool causal) {
@@ -466,15 +441,17 @@ void fill_entries(const Memory& m, int set_number, int64_t head, const SetTensor
 std::vector<Tensor> index_fill(
     const Tensor& bits, const Tensor& memory, const Tensor& counts, int64_t columns, int64_t block,
     const std::vector<int64_t>& tiles, bool of_rows, bool of_columns, bool bounded, int64_t layout_heads,
-    const std::vector<int64_t>& sizes) {
+    const std::vector<int64_t>& sizes, const std::optional<Tensor>& lost) {
   const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
-  check_plan(plan, memory, counts);
+  check_plan(plan, memory, counts, lost);
   SetTensors to[kMaxSets];
   const std::vector<Tensor> made = set_tensors(plan, bits, layout_heads, sizes, to);
   const Memory m{
       plan, words_in(bits), const_cast<int32_t*>(memory.const_data_ptr<int32_t>()),
       const_cast<int64_t*>(counts.const_data_ptr<int64_t>())};
   check_numbers(m);
+  if (lost && *lost->const_data_ptr<int32_t>() != 0)
+    for (SetTensors& set : to) set.num_entries = kLost;
   const Header& header = *reinterpret_cast<const Header*>(m.counts);
   for (int i = 0; i < plan.num_sets; ++i) {
     const int64_t* total = layout_heads == plan.heads ? header.totals[i] : header.of_first[i];

@@ -13,7 +13,7 @@ import torch
 from ..dispatch import TILE, tile_heights
 from ..layout import check_values, unpack_bits, with_heads_of_sequences
 from .build import NUMBERS, TilePlan, bits_of, bits_of_blocks, causal_bits_of
-from .cache import is_capturing
+from .cache import is_in_graph
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
 from .on_device import OnDevice
@@ -87,6 +87,7 @@ class BlockIndex(OnDevice):
     _made: dict[Any, Any]  # Lists, Strips, Tiles and a BlockIndex, by what they are
     num_sequences: int = 1
     capacity: int | None = None
+    _lost: torch.Tensor | None = None  # int32 (1): 1 where what the bits were made of was not as it has to be
 
     def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
         if given or (fields and "_made" not in fields):
@@ -120,7 +121,7 @@ class BlockIndex(OnDevice):
         block = check_block(block)
         given, num_sequences = with_heads_of_sequences(layout)
         layout = unwrap_functorch("The layout", given)
-        if capacity is None and not (torch.compiler.is_compiling() or (layout.is_cuda and is_capturing())):
+        if capacity is None and not is_in_graph(layout):
             return cls._of(layout, block, num_sequences)
         if layout.dtype != torch.bool:
             raise TypeError(
@@ -273,13 +274,15 @@ class BlockIndex(OnDevice):
         num_sequences: int,
         capacity: int,
         reaches_ahead: bool | None = None,
+        lost: torch.Tensor | None = None,
     ) -> BlockIndex:
-        """The bounded index of a layout's bits, whose tiles are made when they are first asked for."""
+        """The bounded index of a layout's bits, whose tiles are made when they are first asked for. lost: as of
+        `TilePlan.fill`, where documents that nobody has read are what the bits were made of."""
         heads, rows, _ = bits.shape
         return cls(
             block=block, num_heads=num_heads, layout_heads=heads, rows=rows, columns=columns,
             _live_blocks=None, _reaches_ahead=reaches_ahead, bits=bits, _made={}, num_sequences=num_sequences,
-            capacity=capacity,
+            capacity=capacity, _lost=lost,
         )  # fmt: skip
 
     @classmethod
@@ -356,6 +359,7 @@ class BlockIndex(OnDevice):
             what = "The live blocks of an index that nobody waited for cannot be counted"
             self._refuse_to_make("read index.live_blocks once before.", what)
             self._ready.wait(self._tensors)
+            self._refuse_lost()
             self._made["counted"] = self._count()
         live_blocks, reaches_ahead = self._made["counted"]
         if live_blocks > self.capacity:
@@ -364,6 +368,14 @@ class BlockIndex(OnDevice):
                 f"NaN. Build it with capacity={live_blocks} or more."
             )
         return live_blocks, reaches_ahead
+
+    def _refuse_lost(self) -> None:
+        if self._lost is not None and self._lost.item():
+            raise ValueError(
+                "cu_seqlens, at which nobody looked while the index was built, does not ascend from 0 to the tokens of "
+                "the row, or the layout is smaller than a document: all is NaN. Set DS_SPARSE_CHECK_LAYOUTS=1 to learn "
+                "which."
+            )
 
     def _begin_to_make(self) -> None:
         """Has the current stream wait for what parts of a bounded index are made of. A graph makes, and keeps, no parts
@@ -451,6 +463,7 @@ class BlockIndex(OnDevice):
         if "exact" not in self._made:
             self._refuse_to_make("pass index.exact().", "The live blocks of a bounded index cannot be counted")
             self._ready.wait(self._tensors)
+            self._refuse_lost()
             exact = self._make_exact()
             live_blocks = exact.live_blocks * self.layout_heads // exact.layout_heads
             self._made["counted"] = live_blocks, exact.reaches_ahead
@@ -470,6 +483,12 @@ class BlockIndex(OnDevice):
     def with_lists(self) -> BlockIndex:
         """The index itself, its lists made: what is compiled or captured later cannot make them."""
         _ = self.lists
+        return self
+
+    def with_tiles(self) -> BlockIndex:
+        """The same with the tiles that attention walks, which a bounded index has not from the start."""
+        for height in tile_heights("block_sparse_attention", self.device, self.block):
+            self.tiles("rows", height)
         return self
 
     def with_strips(self) -> BlockIndex:
@@ -512,7 +531,7 @@ class BlockIndex(OnDevice):
             self._begin_to_make()
             self._made["causal"] = self._bounded(
                 causal_bits_of(self.bits), self.columns, self.block, self.num_heads, self.num_sequences, self.capacity,
-                reaches_ahead=False,
+                False, self._lost,
             )  # fmt: skip
         if "causal" not in self._made:
             what = "The blocks above the diagonal cannot be left out of an index"
@@ -558,7 +577,8 @@ class BlockIndex(OnDevice):
         self._ready.wait(self._tensors)
         bits = self.bits.to(device)
         if self.bounded:
-            return replace(self, bits=bits, _made={})
+            lost = None if self._lost is None else self._lost.to(device)
+            return replace(self, bits=bits, _made={}, _lost=lost)
         if device.type == "cuda":
             moved = self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
         else:
@@ -659,7 +679,7 @@ class BlockIndex(OnDevice):
     @outside_transforms_or_traced
     def _make_bounded_tiles(self, tile: int, capacity: int) -> dict[tuple[str, int], Tiles]:
         plan = TilePlan.of(self.bits, self.columns, self.block, [tile], bounded=True)
-        return plan.fill(self.layout_heads, [capacity])
+        return plan.fill(self.layout_heads, [capacity], self._lost)
 
 
 def _named_blocks(block_indices: torch.Tensor) -> torch.Tensor:

@@ -99,12 +99,13 @@ class TilePlan:
         counts = Counts.of(numbers[:NUMBERS], len(self.bits), len(self.sides) * len(self.heights))
         return counts, numbers[NUMBERS:]
 
-    def fill(self, layout_heads: int, sizes: list[int]) -> dict[tuple[str, int], Tiles]:
+    def fill(self, layout_heads: int, sizes: list[int], lost: Tensor | None = None) -> dict[tuple[str, int], Tiles]:
         """The tiles by side and height, of so many heads. sizes: those of `Counts`; of a bounded plan one, the entries
-        of each that there is space for."""
+        of each that there is space for. lost: of a bounded plan, int32 (1), 1 where there is space for none, so that
+        all is NaN."""
         made = ops.index_fill(
             self.bits, self.memory, self.counts, self.columns, self.block, self.heights, "rows" in self.sides,
-            "columns" in self.sides, self.bounded, layout_heads, sizes,
+            "columns" in self.sides, self.bounded, layout_heads, sizes, lost,
         )  # fmt: skip
         keys = enumerate(product(self.sides, self.heights))
         return {(side, tile): Tiles(tile, *made[4 * i : 4 * i + 4]) for i, (side, tile) in keys}
@@ -114,14 +115,14 @@ class TilePlan:
 def bits_of(layout: Tensor) -> Tensor:
     """The bits of a layout (L, R, C), bool or uint8. Raises RuntimeError where it is on a device without kernels."""
     require_kernel("index_bits", layout.device)
-    return ops.index_bits(layout, False)
+    return ops.index_bits(layout)
 
 
 @outside_transforms_or_traced
 def bits_of_blocks(block_indices: Tensor, columns: int) -> Tensor:
     """The same of the blocks that `block_indices` (L, R, k) names for each row."""
     require_kernel("index_bits_of_blocks", block_indices.device)
-    return ops.index_bits_of_blocks(block_indices.contiguous(), columns, False)
+    return ops.index_bits_of_blocks(block_indices.contiguous(), columns)
 
 
 @outside_transforms_or_traced

@@ -94,6 +94,12 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def is_in_graph(x: Tensor) -> bool:
+    """Tells if what is made of x is part of a graph, where nobody can wait for it: torch.compile traces, or x is on a
+    GPU, and a CUDA graph is captured."""
+    return torch.compiler.is_compiling() or (x.is_cuda and is_capturing())
+
+
 class Cache(Generic[Kept]):
     """Keeps the values that were used last, `most` of them and `BYTES` of tensors, by their keys.
 

@@ -44,6 +44,7 @@ INDEX_OPERATORS = (
     "index_bits",
     "index_bits_of_blocks",
     "index_causal_bits",
+    "index_documents",
     "index_bits_of_documents",
     "index_limits",
     "index_tile_spans",
@@ -51,9 +52,6 @@ INDEX_OPERATORS = (
     "index_fill",
 )
 """Builders of indices, which `index.build` and `index.packed` call."""
-
-HOST_OPERATORS = ("index_documents",)
-"""Those of the CPU alone."""
 
 HOPPER_OPERATORS = (
     "transpose",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .block import BlockIndex, check_block
-from .cache import CPU, Cache, Refusal
+from .cache import CPU, Cache, Refusal, is_in_graph
 from .packed import PackedIndex
 from .token import TokenIndex
 from .token_forms import tensors_in
@@ -40,14 +40,9 @@ _WINDOW = _refusal(
     if_traced=", on the device of query",
 )
 _LISTS = _refusal("The index of token pairs cannot be built", "build a TokenIndex before, and pass index.prepared()")
-_PACKED = _refusal(
-    "The index of packed documents cannot be built", "pass PackedIndex.build(layout, cu_seqlens, block) as the layout"
-)
+_PACKED = _refusal("The index of packed documents cannot be built", "give cu_seqlens on the GPU")
 _PACKED_PAIRS = _refusal(
     "The pairs of packed documents cannot be found", "pass index.packed(cu_seqlens).prepared(), without cu_seqlens"
-)
-_ROW = Refusal(
-    "The index of a row of documents cannot be built", "call without torch.compile.", "call once before the capture."
 )
 
 
@@ -70,14 +65,18 @@ def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
 
 
 def packed_index_of(
-    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, device: torch.device
+    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, device: torch.device
 ) -> PackedIndex:
     """Index of a layout and of the documents of a batch, built at first use and after a change of either."""
+    anew = is_built_anew(cu_seqlens)
+    bounds = tokens if anew or (isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_cpu) else None
 
     def build() -> PackedIndex:
-        return PackedIndex.build(_indexed(layout, block), cu_seqlens, block, device=device)
+        return PackedIndex.build(_indexed(layout, block, device), cu_seqlens, block, tokens=bounds, device=device)
 
-    return _of_documents.get((block, device), build, _PACKED, device, _owners(layout, cu_seqlens))
+    if anew:
+        return build()
+    return _of_documents.get((block, bounds, device), build, _PACKED, device, _owners(layout, cu_seqlens))
 
 
 def row_index_of(
@@ -86,10 +85,12 @@ def row_index_of(
     """Index of a row's layout that ends at the borders of documents, built at first use and after a change."""
 
     def build() -> WindowIndex:
-        return index_of_row(_indexed(layout, block), cu_seqlens, block, tokens, causal, device)
+        return index_of_row(_indexed(layout, block, device), cu_seqlens, block, tokens, causal, device)
 
+    if is_built_anew(cu_seqlens):
+        return build()
     key = block, tokens, causal, device
-    return _of_rows.get(key, build, _ROW, device, _owners(layout, cu_seqlens))
+    return _of_rows.get(key, build, _PACKED, device, _owners(layout, cu_seqlens))
 
 
 def packed_pairs_of(index: TokenIndex, cu_seqlens: Tensor, document_layout: str) -> TokenIndex:
@@ -107,12 +108,12 @@ def index_of_window(
 ) -> WindowIndex:
     """Index of a window's numbers, built at first use."""
 
-    def build() -> WindowIndex:
-        return in_a_thread(partial(WindowIndex.build, tokens, *numbers, device=device, cu_seqlens=cu_seqlens))
-
-    key = tokens, numbers, device
+    key, build = (tokens, numbers, device), partial(WindowIndex.build, tokens, *numbers, device=device)
     if cu_seqlens is None:
-        return _of_windows.get(key, build, _WINDOW, device)
+        return _of_windows.get(key, lambda: in_a_thread(build), _WINDOW, device)
+    build = partial(build, cu_seqlens=cu_seqlens)
+    if numbers.in_order and is_built_anew(cu_seqlens):
+        return build()
     return _of_rows.get(key, build, _WINDOW, device, _owners(cu_seqlens))
 
 
@@ -124,16 +125,22 @@ def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: in
     return _of_lists.get((queries, keys, _nesting(given)), build, _LISTS, device, tensors)
 
 
+def is_built_anew(cu_seqlens: Tensor) -> bool:
+    """Tells if the index of packed documents is built in the graph, at each call, which keeps none of it."""
+    return isinstance(cu_seqlens, Tensor) and is_in_graph(cu_seqlens)
+
+
 def _owners(*given: Tensor | BlockIndex | TokenIndex) -> list:
     """Objects that an index of documents is made of; anything else is refused when it is built."""
     return [x for x in given if isinstance(x, Tensor | BlockIndex | TokenIndex)]
 
 
-def _indexed(layout: Tensor | BlockIndex, block: int | None) -> Tensor | BlockIndex:
-    """A layout's own index, which batches of other documents share; a layout as it is where `block` is missing."""
+def _indexed(layout: Tensor | BlockIndex, block: int | None, device: torch.device) -> Tensor | BlockIndex:
+    """A layout's own index on the device, which batches of other documents share; a layout as it is where `block` is
+    missing."""
     if not isinstance(layout, Tensor) or block is None:
         return layout
-    return index_of_layout(layout, check_block(block), layout.device)
+    return index_of_layout(layout, check_block(block), device)
 
 
 def _nesting(x: Tensor | Sequence) -> tuple | None:

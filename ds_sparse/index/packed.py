@@ -18,10 +18,10 @@ from ..dispatch import HOPPER_TILE, tile_heights
 from ..tools.memory import refuse_too_large
 from .block import BlockIndex, as_index
 from .build import TilePlan
-from .cache import Refusal
+from .cache import COMPARED_ON_GPU, Refusal, is_in_graph
 from .on_device import OnDevice
 from .tiles import SIDES, Tiles
-from .transforms import outside_transforms, unwrap_functorch
+from .transforms import outside_transforms, outside_transforms_or_traced, unwrap_functorch
 
 DOCUMENT_LAYOUTS = ("own", "row")
 
@@ -37,9 +37,23 @@ def check_document_layout(document_layout: str) -> None:
 
 def sent_to(x: Tensor, device: torch.device) -> Tensor:
     """x on a device; from the CPU to a GPU nobody waits."""
-    if x.is_cpu and device.type == "cuda":
+    if x.is_cpu and device.type == "cuda" and not torch.compiler.is_compiling():
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
+
+
+def check_form(cu_seqlens: Tensor) -> None:
+    """Raises TypeError or ValueError unless it is an int32 or int64 tensor (documents + 1)."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(
+            f"cu_seqlens is {what}; it has to be an int32 or int64 tensor with the sums of the documents' lengths: "
+            "0, the first, the first two together, and so on."
+        )
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it has to be (documents + 1), with one document at least."
+        )
 
 
 @dataclass(frozen=True)
@@ -57,17 +71,7 @@ class Documents:
     def read(cls, cu_seqlens: Tensor) -> Documents:
         """Reads `cu_seqlens`, int32 or int64 (documents + 1), ascending from 0 to the row's tokens, as FlashAttention
         has it; waits for its device. Raises TypeError or ValueError for anything else."""
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise TypeError(
-                f"cu_seqlens is {what}; it has to be an int32 or int64 tensor with the sums of the documents' lengths: "
-                "0, the first, the first two together, and so on."
-            )
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-            raise ValueError(
-                f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it has to be (documents + 1), with one document at "
-                "least."
-            )
+        check_form(cu_seqlens)
         edges = unwrap_functorch("cu_seqlens", cu_seqlens).tolist()
         if edges[0] != 0 or edges[-1] < 1:
             raise ValueError(
@@ -102,30 +106,72 @@ class Documents:
         """The blocks of each, the last of which may be short."""
         return [-(-length // block) for length in self.lengths]
 
-    def in_blocks(
-        self, block: int, device: torch.device, document_layout: str = "row", window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Blocks of the documents ("own") or of the row ("row"), int32 (N, 2) each: their first tokens and numbers of
-        tokens; the first block, and the one after the last, of which they see some, tokens of a row as far as `window`.
-        Nobody waits."""
-        own = document_layout == "own"
-        count = sum(self.counts(block)) if own else -(-self.tokens // block)
-        window = self.tokens if window is None else window
-        spans, ranges = sent_to(ops.index_documents(torch.tensor(self.edges), count, block, own, window), device)
-        return spans, ranges
-
-    def limits(self, windows: Sequence[int], device: torch.device) -> Tensor:
-        """The first token, and the one after the last, that are in each token's document and at most windows[l] away,
-        int32 (L, T, 2). Nobody waits."""
-        edges, numbers = len(self.edges), torch.tensor([*self.edges, *windows], dtype=torch.int32)
-        return ops.index_limits(*sent_to(numbers, device).split([edges, len(windows)]), self.tokens)
-
     def of_tokens(self, device: torch.device | str) -> Tensor:
         """Begin and end of each token's document, int64 (T, 2)."""
         edges = sent_to(torch.tensor(self.edges), torch.device(device))
         lengths = edges.diff()
         both = torch.stack([edges[:-1], edges[1:]], 1)
         return both.repeat_interleave(lengths, 0, output_size=self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Borders:
+    """The documents of a row on the device where an index is made of them.
+
+    Attributes:
+        edges: int32 (documents + 1), where each begins, and the row's end.
+        tokens: those of the row.
+        known: what the host has read of them. None: nobody has, and where they are not as `Documents.read` wants them
+            all that attention gives is NaN.
+    """
+
+    edges: Tensor
+    tokens: int
+    known: Documents | None
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, tokens: int | None, device: torch.device, reads_cpu: bool = True) -> Borders:
+        """Reads `cu_seqlens` where `tokens`, those of the row, is None; outside of graphs also if `reads_cpu`, where it
+        is on the CPU, and with DS_SPARSE_CHECK_LAYOUTS=1. Raises TypeError or ValueError for what it sees to be wrong,
+        RuntimeError where a graph gives no tokens."""
+        check_form(cu_seqlens)
+        known, is_read = None, COMPARED_ON_GPU or (reads_cpu and cu_seqlens.is_cpu)
+        if tokens is None or (is_read and not is_in_graph(cu_seqlens)):
+            Refusal("cu_seqlens cannot be read", "give tokens.", "give tokens.").check(cu_seqlens.device)
+            known = Documents.read(cu_seqlens)
+            tokens = known.tokens if tokens is None else known.check_fills(tokens).tokens
+        edges = unwrap_functorch("cu_seqlens", cu_seqlens)
+        if edges.dtype == torch.int64:  # int32 has no numbers beyond these, which are as wrong
+            edges = edges.clamp(-1, 2**31 - 1)
+        return cls(sent_to(edges.int().contiguous(), device), tokens, known)
+
+    def blocks(self, block: int) -> int:
+        """The blocks of the documents, the last of each perhaps short; at most as many, where nobody has read them."""
+        if self.known is not None:
+            return sum(self.known.counts(block))
+        return (self.tokens + (len(self.edges) - 1) * (block - 1)) // block
+
+    def own_blocks(self, block: int, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Blocks of documents that have up to `most` blocks: their first tokens and numbers of tokens, int32 (N, 2);
+        the first block, and the one after the last, of their documents, int32 (N, 2); and what `TilePlan.fill` takes
+        as lost."""
+        return self._in_blocks(self.blocks(block), block, True, most)
+
+    def row_blocks(self, block: int, window: int) -> tuple[Tensor, Tensor | None]:
+        """Of the row's blocks the first block, and the one after the last, of which they see some, tokens of a document
+        as far as `window`, int32 (R, 2); and what `TilePlan.fill` takes as lost."""
+        return self._in_blocks(-(-self.tokens // block), block, False, window)[1:]
+
+    def _in_blocks(self, blocks: int, block: int, own: bool, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        (spans, ranges), lost = ops.index_documents(self.edges, self.tokens, blocks, block, own, most)
+        return spans, ranges, None if self.known else lost
+
+    def limits(self, windows: Sequence[int]) -> Tensor:
+        """The first token, and the one after the last, that are in each token's document and at most windows[l] away,
+        int32 (L, T, 2)."""
+        # Written on the device: a graph would repeat a copy from memory of the host, which is gone by then.
+        of_heads = [torch.full((1,), window, dtype=torch.int32, device=self.edges.device) for window in windows]
+        return ops.index_limits(self.edges, torch.cat(of_heads), self.tokens)
 
 
 def index_of_square(layout: Tensor | BlockIndex, block: int | None, tokens: int, of: str) -> BlockIndex:
@@ -158,6 +204,10 @@ class PackedIndex(OnDevice):
     Kernels that read documents where they lie walk its `tiles`, which are made without waiting for the device; all
     others walk its `blocks`, made at first use, as everything is but for the attributes up to `spans`.
 
+    A *bounded* index, which `tokens` gives, waits for no device: sizes follow from shapes. It may be built in each
+    step, in the capture of a CUDA graph, which then repeats it with what `cu_seqlens` holds, and in a graph of
+    torch.compile. Blocks beyond those of the documents have no tokens.
+
     Letters: T tokens of the row, N blocks of all documents, L layout heads of the `BlockIndex` of the layout.
 
     Attributes:
@@ -165,10 +215,12 @@ class PackedIndex(OnDevice):
         documents: how many there are.
         block: tokens on a block's side.
         num_heads: heads of the layout as given; 1 means that any number of heads share it.
-        live_blocks: those of all documents, of L heads together; and those of them that are not above the diagonal.
+        capacity: live blocks of all documents, of L heads together, and those of them that are not above the diagonal;
+            of a bounded index so many at most, whatever the documents are.
         layout_bits: uint8 (L, R, 4 * ceil(R / 32)). The layout, as `BlockIndex.bits`.
         ranges: int32 (N, 2). The first block of each block's document, and the one after its last.
         spans: int32 (N, 2). Each block's first token, and its number of tokens.
+        lost: int32 (1), of a bounded index: 1 where `cu_seqlens` was not as `build` wants it. Then all is NaN.
         blocks: the layout of all N blocks: each document's on the diagonal, nothing elsewhere.
         aligned: int64 (T). The aligned number of each token.
         tokens_of: int64 (N * block). The token of each aligned number, 0 where there is none.
@@ -189,32 +241,37 @@ class PackedIndex(OnDevice):
     documents: int
     block: int
     num_heads: int
-    live_blocks: tuple[int, int]
+    capacity: tuple[int, int]
     layout_bits: Tensor
     ranges: Tensor
     spans: Tensor
+    lost: Tensor | None = None
     _made: dict[Any, Any] = field(init=False, default_factory=dict)
 
     @classmethod
-    @outside_transforms
+    @outside_transforms_or_traced
     def build(
         cls,
         layout: Tensor | BlockIndex,
         cu_seqlens: Tensor,
         block: int | None = None,
         *,
+        tokens: int | None = None,
         device: torch.device | str | None = None,
     ) -> PackedIndex:
         """Builds the index of a batch.
 
-        Waits for `cu_seqlens`, where it is not on the CPU; and once for each layout, to count its live blocks: give its
-        `BlockIndex`, which keeps their numbers.
+        Waits for `cu_seqlens`, where it is on a GPU and `tokens` is not given; and once for each layout, to count its
+        live blocks: give its `BlockIndex`, which keeps their numbers. A graph counts none, and has space for all.
 
         Args:
             layout: bool, or 0 and 1 as numbers, (R, R) or (H or 1, R, R), for the longest document or more: one of l
                 tokens uses its top-left ceil(l / block) blocks; or a `BlockIndex` of such a layout.
             cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to the row's tokens, as FlashAttention has it.
             block: tokens on a block's side; that of the `BlockIndex` if one is given.
+            tokens: T, for a bounded index where `cu_seqlens` is on a GPU or traced. What it holds is not looked at
+                (unless DS_SPARSE_CHECK_LAYOUTS=1 is set): where it does not ascend from 0 to T, or the layout is
+                smaller than a document, all that attention gives is NaN, and reading `live_blocks` raises.
             device: where the index is to be; that of the layout if it is not given.
 
         Returns:
@@ -226,39 +283,64 @@ class PackedIndex(OnDevice):
                 `BlockIndex`; `cu_seqlens` that does not ascend from 0, or ends with 0; `2**31` live blocks or more.
             MemoryError: it is larger than the device's memory.
         """
-        documents = Documents.read(cu_seqlens)
-        of_one = index_of_square(layout, block, max(documents.lengths), "the longest document").ready()
-        block, device = of_one.block, torch.device(of_one.device if device is None else device)
-        counts = documents.counts(block)
+        on = torch.device(getattr(layout, "device", "cpu") if device is None else device)
+        borders = Borders.of(cu_seqlens, tokens, on, reads_cpu=False)
+        longest = 1 if borders.known is None else max(borders.known.lengths)
+        of_one = index_of_square(layout, block, longest, "the longest document").ready()
+        blocks, block = borders.blocks(of_one.block), of_one.block
         refuse_too_large(
-            f"An index of packed documents of {documents.tokens} tokens in blocks of {block}",
-            of_one.layout_heads * sum(counts) ** 2 // 8,
-            device,
+            f"An index of packed documents of {borders.tokens} tokens in blocks of {block}",
+            of_one.layout_heads * blocks**2 // 8,
+            on,
             "use larger blocks, or pack fewer documents in a row",
         )
-        of_all, not_ahead = (sum(squares[n] for n in counts) for squares in live_squares(of_one))
-        if of_all >= 2**31:
+        if borders.known is None:
+            capacity = most_live(of_one, blocks, min(of_one.rows, -(-borders.tokens // block)))
+        else:
+            of_all, not_ahead = live_squares(of_one)[:2]
+            counts = borders.known.counts(block)
+            capacity = sum(of_all[n] for n in counts), sum(not_ahead[n] for n in counts)
+        if capacity[0] >= 2**31:
             raise ValueError(
-                f"The layout has {of_all} live blocks; the index holds fewer than 2**31. Use a larger block."
+                f"The layout has {capacity[0]} live blocks; the index holds fewer than 2**31. Use a larger block."
             )
-        spans, ranges = documents.in_blocks(block, device, "own")
+        spans, ranges, lost = borders.own_blocks(block, of_one.rows)
         return cls(
-            tokens=documents.tokens,
-            documents=len(counts),
+            tokens=borders.tokens,
+            documents=len(cu_seqlens) - 1,
             block=block,
             num_heads=of_one.num_heads,
-            live_blocks=(of_all, not_ahead),
-            layout_bits=sent_to(of_one.bits, device),
+            capacity=capacity,
+            layout_bits=sent_to(of_one.bits, on),
             ranges=ranges,
             spans=spans,
+            lost=lost,
         )
 
     def __repr__(self) -> str:
-        share = self.live_blocks[0] / (len(self.layout_bits) * len(self.spans) ** 2)
+        share = self.capacity[0] / (len(self.layout_bits) * len(self.spans) ** 2)
+        most, density = ("at most ", "up to ") if self.bounded else ("", "")
         return (
-            f"PackedIndex({self.documents} documents of {self.tokens} tokens together, {len(self.spans)} blocks of "
-            f"{self.block}, density {share:.1%}, {self.device})"
+            f"PackedIndex({self.documents} documents of {self.tokens} tokens together, {most}{len(self.spans)} blocks "
+            f"of {self.block}, density {density}{share:.1%}, {self.device})"
         )
+
+    @property
+    def bounded(self) -> bool:
+        """Whether its sizes are bounded, and not exact."""
+        return self.lost is not None
+
+    @property
+    def live_blocks(self) -> tuple[int, int]:
+        """Those of all documents, of L heads together; and those of them that are not above the diagonal. A bounded
+        index counts them when it is first asked, which waits for the device.
+
+        Raises:
+            ValueError: `cu_seqlens` was not as `build` wants it.
+        """
+        if not self.bounded:
+            return self.capacity
+        return self.blocks.live_blocks, self.causal_blocks(True).live_blocks
 
     @property
     def device(self) -> torch.device:
@@ -298,15 +380,14 @@ class PackedIndex(OnDevice):
         self.causal_blocks(causal)
         _ = self._places
         if HOPPER_TILE in tile_heights("block_sparse_attention", self.device, self.block):
-            for side in SIDES:
-                self.tile_spans(side, HOPPER_TILE, causal)
+            self.tile_spans("rows", HOPPER_TILE, causal)
         return self
 
     def causal_blocks(self, causal: bool) -> BlockIndex:
-        """The blocks; with `causal` without those above the diagonal. Made at the first call, which synchronises
-        once."""
+        """The blocks; with `causal` without those above the diagonal. Made at the first call, which synchronises once;
+        not for a bounded index, whose blocks are bounded."""
         cut = self._cuts(causal)
-        return self._once(("blocks", cut), partial(self._make_blocks, cut), _instead(causal))
+        return self._once(("blocks", cut), partial(self._make_blocks, cut), self._instead(causal))
 
     def tiles(self, side: str, tile: int, causal: bool) -> Tiles:
         """The tiles of a side, without the blocks above the diagonal if `causal`; made at the first call, without
@@ -317,7 +398,7 @@ class PackedIndex(OnDevice):
             causal: as of `causal_blocks`.
         """
         cut = self._cuts(causal)
-        return self._once(("tiles", tile, cut), partial(self._make_tiles, tile, cut), _instead(causal))[side]
+        return self._once(("tiles", tile, cut), partial(self._make_tiles, tile, cut), self._instead(causal))[side]
 
     def tile_spans(self, side: str, tile: int, causal: bool) -> Tensor:
         """The spans of the blocks that lines and entries of `tiles` are, made at the first call.
@@ -329,19 +410,25 @@ class PackedIndex(OnDevice):
             int32 (lines + E, 2), those of lines first, zeros where a tile is not filled: for kernels, which would have
             to wait for a block's number before they could look its span up.
         """
-        key = side, tile, self._cuts(causal)
-        return self._once(("spans", *key), partial(self._make_tile_spans, *key), _instead(causal))
+        cut = self._cuts(causal)
+        return self._once(("spans", tile, cut), partial(self._make_tile_spans, tile, cut), self._instead(causal))[side]
 
     def _cuts(self, causal: bool) -> bool:
         """Tells if causality leaves blocks out."""
-        of_all, not_ahead = self.live_blocks
-        return causal and not_ahead < of_all
+        of_all, not_ahead = self.capacity
+        return causal and (self.bounded or not_ahead < of_all)
+
+    def _instead(self, causal: bool) -> str | None:
+        """How parts are made before a graph, which makes those of a bounded index alone that was built in it."""
+        if self.bounded and not self._ready.is_recorded:
+            return None
+        return f"pass index.prepared({'causal=True' if causal else ''})."
 
     @property
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._once("places", self._make_places, _instead(False))
+        return self._once("places", self._make_places, self._instead(False))
 
-    @outside_transforms
+    @outside_transforms_or_traced
     def _make_places(self) -> tuple[Tensor, Tensor, Tensor]:
         first, size = self.spans.long().unsqueeze(-1).unbind(1)
         place = torch.arange(self.block, device=self.device)
@@ -356,38 +443,64 @@ class PackedIndex(OnDevice):
     def _bits(self, cut: bool) -> Tensor:
         return ops.index_bits_of_documents(self.layout_bits, self.ranges, True, cut)
 
-    @outside_transforms
+    @outside_transforms_or_traced
     def _make_blocks(self, cut: bool) -> BlockIndex:
-        return BlockIndex._of_bits(self._bits(cut), len(self.spans), self.block, self.num_heads)
+        size = len(self.spans), self.block, self.num_heads
+        if self.lost is None:
+            return BlockIndex._of_bits(self._bits(cut), *size)
+        return BlockIndex._bounded(self._bits(cut), *size, 1, self.capacity[cut], False if cut else None, self.lost)
 
-    @outside_transforms
+    @outside_transforms_or_traced
     def _make_tiles(self, tile: int, cut: bool) -> dict[str, Tiles]:
         plan = TilePlan.of(self._bits(cut), len(self.spans), self.block, [tile], bounded=True)
-        return {side: tiles for (side, _), tiles in plan.fill(len(plan.bits), [self.live_blocks[cut]]).items()}
+        made = plan.fill(len(plan.bits), [self.capacity[cut]], self.lost)
+        return {side: tiles for (side, _), tiles in made.items()}
 
-    @outside_transforms
-    def _make_tile_spans(self, side: str, tile: int, cut: bool) -> Tensor:
-        tiles = self.tiles(side, tile, cut)
-        return ops.index_tile_spans(self.spans, tiles.lines, tiles.entries)
+    @outside_transforms_or_traced
+    def _make_tile_spans(self, tile: int, cut: bool) -> dict[str, Tensor]:
+        both = {side: self.tiles(side, tile, cut) for side in SIDES}
+        return {side: ops.index_tile_spans(self.spans, x.lines, x.entries) for side, x in both.items()}
 
 
-def live_squares(index: BlockIndex) -> tuple[list[int], list[int]]:
-    """By n, the live blocks of the top-left n x n, of all stored heads together; and those of them that are not above
-    the diagonal. Counted at the first call, which waits for the device, and kept with the index."""
+def live_squares(index: BlockIndex) -> tuple[list[int], ...]:
+    """By n, the live blocks of the top-left n x n, of all stored heads together; those of them that are not above the
+    diagonal; and of both the most for each block of n, of as many or fewer, rounded up. Counted at the first call,
+    which waits for the device, and kept with the index."""
     return index._once("squares", partial(_count_squares, index))
 
 
+def most_live(index: BlockIndex, blocks: int, longest: int) -> tuple[int, int]:
+    """The most live blocks that documents have which are so many blocks together, up to `longest` each; and those of
+    them that are not above the diagonal. A graph counts none."""
+    if _is_not_counted(index):
+        all_blocks = index.layout_heads * blocks * longest
+        return all_blocks, (all_blocks + index.layout_heads * blocks) // 2
+    of_all, not_ahead = live_squares(index)[2:]
+    return blocks * of_all[longest], blocks * not_ahead[longest]
+
+
+def live_in_square(index: BlockIndex, blocks: int) -> tuple[int, int]:
+    """The live blocks of the top-left so many, and those of them that are not above the diagonal; at most as many, in a
+    graph that counts none."""
+    if _is_not_counted(index):
+        all_blocks = index.layout_heads * blocks**2
+        return all_blocks, (all_blocks + index.layout_heads * blocks) // 2
+    of_all, not_ahead = live_squares(index)[:2]
+    return of_all[blocks], not_ahead[blocks]
+
+
+def _is_not_counted(index: BlockIndex) -> bool:
+    return "squares" not in index._made and is_in_graph(index.bits)
+
+
 @outside_transforms
-def _count_squares(index: BlockIndex) -> tuple[list[int], list[int]]:
+def _count_squares(index: BlockIndex) -> tuple[list[int], ...]:
     live = index.layout()
     in_rows, in_columns = live.tril().sum((0, 2)), live.triu(1).sum((0, 1))
-    of_all, not_ahead = torch.stack([in_rows + in_columns, in_rows]).cumsum(1).tolist()
-    return [0, *of_all], [0, *not_ahead]
-
-
-def _instead(causal: bool) -> str:
-    """How the parts of a `PackedIndex` are made before."""
-    return f"pass index.prepared({'causal=True' if causal else ''})."
+    squares = torch.stack([in_rows + in_columns, in_rows]).cumsum(1)
+    a_block = -(-squares // torch.arange(1, len(in_rows) + 1, device=squares.device))
+    numbers = torch.cat([squares, a_block.cummax(1).values])
+    return tuple([0, *of_n] for of_n in numbers.tolist())
 
 
 def pairs_of_documents(

@@ -16,9 +16,10 @@ from ..tools.block_sizes import BLOCK_SIZES
 from ..tools.memory import refuse_too_large
 from ..tools.wording import listed
 from .block import BlockIndex
+from .cache import is_in_graph
 from .on_device import OnDevice
-from .packed import Documents, index_of_square, sent_to
-from .transforms import outside_transforms
+from .packed import Borders, Documents, index_of_square, live_in_square, sent_to
+from .transforms import outside_transforms_or_traced, while_traced
 from .window_sizes import Numbers, global_numbers, of_heads
 
 MAX_ROWS = {"cpu": 4096, "cuda": 2048}
@@ -40,9 +41,9 @@ class WindowIndex(OnDevice):
         tokens: T.
         causal: whether tokens see none after them.
         num_heads: heads the windows were given for; 1 means that any number of heads share them.
-        num_global: global tokens.
         blocks: the blocks with something live, of tokens in the kernels' order.
         limits: int32 (L, T, 2). The first token, and the one after the last, of each token's range; all for global.
+        num_global: global tokens.
         order: int64 (L, T). The kernels' tokens as places in the sequence; None where that is their order.
         inverse: int64 (L, T). The sequence's tokens as places among the kernels'; None likewise.
         places: int32 (L, T). The order again, for causality to go by; None where it goes by the kernels' order.
@@ -59,15 +60,15 @@ class WindowIndex(OnDevice):
     tokens: int
     causal: bool
     num_heads: int
-    num_global: int
     blocks: BlockIndex
     limits: Tensor
-    order: Tensor | None
-    inverse: Tensor | None
-    places: Tensor | None
+    num_global: int = 0
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+    places: Tensor | None = None
 
     @classmethod
-    @outside_transforms
+    @outside_transforms_or_traced
     def build(
         cls,
         tokens: int,
@@ -80,7 +81,10 @@ class WindowIndex(OnDevice):
         device: torch.device | str = "cpu",
         cu_seqlens: Tensor | None = None,
     ) -> WindowIndex:
-        """Builds the index for sequences of so many tokens; waits for the device.
+        """Builds the index for sequences of so many tokens.
+
+        Waits for the device, but not with `cu_seqlens` and without dilation: then it may be built in each step, in the
+        capture of a CUDA graph, which repeats it with what `cu_seqlens` holds, and in a graph of torch.compile.
 
         Args:
             tokens: T, 1 or more.
@@ -89,7 +93,8 @@ class WindowIndex(OnDevice):
                 is not given.
             device: where the index is to be.
             cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T: windows end with their document. Without
-                global tokens.
+                global tokens. Where it is on a GPU, and there is no dilation, nobody looks at what it holds (unless
+                DS_SPARSE_CHECK_LAYOUTS=1 is set): if it does not ascend so, all that attention gives is NaN.
 
         Returns:
             The index, on the device.
@@ -117,20 +122,33 @@ class WindowIndex(OnDevice):
         refuse_too_large(
             f"An index of {tokens} tokens in blocks of {block}", need, torch.device(device), "take shorter sequences"
         )
-        documents = Documents((0, tokens))
-        if cu_seqlens is not None:
-            if global_tokens:
-                raise ValueError(
-                    "Both cu_seqlens and global_tokens are given, and global tokens see all documents; leave one out, "
-                    "or use a layout with global blocks, which each document has of its own."
-                )
-            documents = Documents.read(cu_seqlens).check_fills(tokens)
+        if cu_seqlens is not None and global_tokens:
+            raise ValueError(
+                "Both cu_seqlens and global_tokens are given, and global tokens see all documents; leave one out, or "
+                "use a layout with global blocks, which each document has of its own."
+            )
         # No window reaches further than the sequence, and no product overflows.
         windows, dilations = ([min(n, tokens) for n in numbers] for numbers in (windows, dilations))
         if len(set(windows)) == len(set(dilations)) == 1:
             windows, dilations = windows[:1], dilations[:1]
         if not global_tokens and max(dilations) == 1:
-            return cls._in_order(documents, windows, causal, num_heads, block, torch.device(device))
+            edges = torch.tensor([0, tokens]) if cu_seqlens is None else cu_seqlens
+            borders = Borders.of(edges, tokens, torch.device(device))
+            ranges = [borders.row_blocks(block, window) for window in windows]
+            bits = torch.cat([ops.index_bits_of_documents(None, x, False, causal) for x, _ in ranges])
+            rows, heads = bits.shape[1], len(bits)
+            if cu_seqlens is None:
+                blocks = BlockIndex._of_bits(bits, rows, block, heads)
+            else:
+                sides, ahead = (1, False) if causal else (2, None)
+                capacity = rows * sum(min(rows, sides * -(-window // block) + 1) for window in windows)
+                blocks = BlockIndex._bounded(bits, rows, block, heads, 1, capacity, ahead, ranges[0][1])
+                blocks = blocks if is_in_graph(bits) else blocks.with_tiles()
+            return cls(tokens, causal, num_heads, blocks, borders.limits(windows))
+        if cu_seqlens is None:
+            documents = Documents((0, tokens))
+        else:
+            documents = Documents.read(cu_seqlens).check_fills(tokens)
         limits_of_tokens = documents.of_tokens(device)
         layout_heads = max(len(windows), len(dilations))
         window, dilation = (
@@ -164,31 +182,6 @@ class WindowIndex(OnDevice):
             places=order.int() if causal and not in_order else None,
         )
 
-    @classmethod
-    def _in_order(
-        cls,
-        documents: Documents,
-        windows: Sequence[int],
-        causal: bool,
-        num_heads: int,
-        block: int,
-        device: torch.device,
-    ) -> WindowIndex:
-        """The index without global tokens and dilation, of one window or one a head: tokens keep their order."""
-        ranges = [documents.in_blocks(block, device, window=window)[1] for window in windows]
-        bits = torch.cat([ops.index_bits_of_documents(None, x, False, causal) for x in ranges])
-        return cls(
-            tokens=documents.tokens,
-            causal=causal,
-            num_heads=num_heads,
-            num_global=0,
-            blocks=BlockIndex._of_bits(bits, bits.shape[1], block, len(bits)),
-            limits=documents.limits(windows, device),
-            order=None,
-            inverse=None,
-            places=None,
-        )
-
     def __repr__(self) -> str:
         heads = "any heads" if self.num_heads == 1 else f"{self.num_heads} heads"
         parts = [f"{self.tokens} tokens", heads, f"{self.num_global} global"]
@@ -201,28 +194,23 @@ class WindowIndex(OnDevice):
         return self.limits.device
 
 
-@outside_transforms
+@outside_transforms_or_traced
 def index_of_row(
     layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, causal: bool, device: torch.device
 ) -> WindowIndex:
     """Index of the blocks of a row's layout in which a document sees itself, with the range of its document for each
-    token. The layout, as of `PackedIndex.build`, has the row's blocks or more, of which the top-left ones count. Raises
+    token. The layout, as of `PackedIndex.build`, has the row's blocks or more, of which the top-left ones count. Waits
+    for nothing but, once, the layout's number of live blocks; `cu_seqlens` on a GPU as of `WindowIndex.build`. Raises
     TypeError or ValueError for what does not fit."""
-    documents = Documents.read(cu_seqlens).check_fills(tokens)
+    borders = Borders.of(cu_seqlens, tokens, device)
     of_row = index_of_square(layout, block, tokens, "a row").ready()
-    _, ranges = documents.in_blocks(of_row.block, device)
+    ranges, lost = borders.row_blocks(of_row.block, tokens)
     bits = ops.index_bits_of_documents(sent_to(of_row.bits, device), ranges, False, causal)
-    return WindowIndex(
-        tokens=tokens,
-        causal=causal,
-        num_heads=of_row.num_heads,
-        num_global=0,
-        blocks=BlockIndex._of_bits(bits, len(ranges), of_row.block, of_row.num_heads),
-        limits=documents.limits([tokens], device),
-        order=None,
-        inverse=None,
-        places=None,
+    capacity = live_in_square(of_row, len(ranges))[causal]
+    blocks = BlockIndex._bounded(
+        bits, len(ranges), of_row.block, of_row.num_heads, 1, capacity, False if causal else None, lost
     )
+    return WindowIndex(tokens, causal, of_row.num_heads, blocks, borders.limits([tokens]))
 
 
 def fitting_block(tokens: int, window: int, device_type: str) -> int:
@@ -231,9 +219,14 @@ def fitting_block(tokens: int, window: int, device_type: str) -> int:
     if device_type == "cuda":
         least, rows = 32 if window < 32 else 64, MAX_ROWS["cuda"]
     else:
-        long = 64 if instruction_set() == "amx_bf16" else 192
+        long = 64 if _has_amx() else 192
         least, rows = 16 if window < long else 32, MAX_ROWS["cpu"]
     return next((block for block in BLOCK_SIZES if block >= least and tokens <= rows * block), BLOCK_SIZES[-1])
+
+
+@while_traced
+def _has_amx() -> bool:
+    return instruction_set() == "amx_bf16"
 
 
 def _live_blocks(limits: Tensor, places: Tensor, num_global: int, causal: bool, block: int) -> Tensor:

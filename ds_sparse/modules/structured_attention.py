@@ -12,6 +12,7 @@ from torch.nn.functional import dropout, pad
 
 from ..index import BlockIndex, outside_transforms, unwrap_functorch
 from ..index.cache import KEPT, Cache, refuse_traced
+from ..index.lookup import is_built_anew
 from ..index.master_layout import MasterLayout
 from ..index.packed import Documents
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
@@ -185,8 +186,12 @@ class StructuredAttention:
             return self._attend_separately(AttentionCall(query, key, value, **options), query_offset, cu_seqlens)
         layout: Any  # a MasterLayout too, which only modules give
         if cu_seqlens is not None:
-            documents = Documents.read(cu_seqlens)
-            covering = self.covering(documents.tokens if document_layout == "row" else max(documents.lengths))
+            longest = query.shape[0 if query.dim() == 3 else 2]
+            if document_layout == "own" and longest > self.max_seq_length:
+                # In a graph nobody reads how long documents are: these have the layout of the longest sequence.
+                of_graph = is_built_anew(cu_seqlens)
+                longest = self.max_seq_length if of_graph else max(Documents.read(cu_seqlens).lengths)
+            covering = self.covering(longest)
             # On the device already, where the index of each batch is made of it.
             layout = covering.index(covering.blocks * covering.block, query.device)
         else:

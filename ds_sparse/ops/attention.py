@@ -122,7 +122,8 @@ def block_sparse_attention(
             jagged nested tensors (B, H, tokens, D), which need no cu_seqlens. Causality counts from a document's start.
             The layout may be larger than needed, and `block` has to be given. No masks, no rpe, no distance_bias and no
             query_offset. The index is built once for these tensors; or beforehand, by `PackedIndex.build`, and is then
-            given as the layout.
+            given as the layout. On a GPU cu_seqlens is not read: where it does not ascend from 0 to T, or the layout is
+            smaller than a document, all is NaN. A graph builds the index of it in there.
         document_layout: of packed documents. 'own': each has the layout from its own start, so that results are those
             of separate calls. 'row': the layout is that of the row, and ends at the borders of documents; without
             dropout and lse.

@@ -176,7 +176,7 @@ OPERATORS: dict[str, Operator] = {
     "index_bits": Operator(lambda x: _bits(x.layout, x.layout.shape[2])),
     "index_bits_of_blocks": Operator(lambda x: _bits(x.block_indices, x.columns)),
     "index_causal_bits": Operator(_like("bits")),
-    "index_documents": Operator(lambda x: x.cu_seqlens.new_empty(2, x.blocks, 2, dtype=torch.int32)),
+    "index_documents": Operator(lambda x: (x.cu_seqlens.new_empty(2, x.blocks, 2), x.cu_seqlens.new_empty(1))),
     "index_bits_of_documents": Operator(_bits_of_documents),
     "index_limits": Operator(lambda x: x.cu_seqlens.new_empty(len(x.windows), x.tokens, 2)),
     "index_tile_spans": Operator(lambda x: x.spans.new_empty(len(x.lines) + len(x.entries), 2)),

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._ops import ops
 from ..dispatch import choose, readable
 from ..index import BlockIndex, PackedIndex, WindowIndex
-from ..index.lookup import packed_index_of, row_index_of
+from ..index.lookup import is_built_anew, packed_index_of, row_index_of
 from ..index.tiles import SIDES
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, attention_function, remembered_walk
@@ -97,10 +97,12 @@ def documents_again(
     index: Any = layout
     if not isinstance(index, PackedIndex):
         assert cu_seqlens is not None, "or the call would not be packed"
+        if is_built_anew(cu_seqlens):
+            return None
+        tokens = query.shape[0 if query.dim() == 3 else 2]
         if document_layout == "own":
-            index = packed_index_of(index, cu_seqlens, block, query.device)
+            index = packed_index_of(index, cu_seqlens, block, tokens, query.device)
         else:
-            tokens = query.shape[0 if query.dim() == 3 else 2]
             index = row_index_of(index, cu_seqlens, block, tokens, call.causal, query.device)
     walk = known.walks.get(index)
     if walk is None:
@@ -131,7 +133,7 @@ def _own_index(layout: Tensor | BlockIndex | PackedIndex, row: Packed, block: in
     """The index that is given, or that of the layout and the documents, after a check that it fits the query."""
     if not isinstance(layout, PackedIndex):
         assert row.cu_seqlens is not None, "or the row would not be packed"
-        layout = packed_index_of(layout, row.cu_seqlens, block, query.device)
+        layout = packed_index_of(layout, row.cu_seqlens, block, query.shape[2], query.device)
     elif row.is_nested:
         raise ValueError(known_twice("A PackedIndex"))
     elif row.cu_seqlens is not None:
@@ -229,14 +231,14 @@ def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, causa
         rows = index.spans, index.tile_spans("rows", tile, causal), *lists, index.layout_heads, index.block
     else:
         rows = walk.on(index).rows
-    return ops.packed_attention_forward(query, key, value, *rows, scale, causal, True)
+    return ops.packed_attention_forward.default(query, key, value, *rows, scale, causal, True)
 
 
 def _gradients(index, *call, wanted, walk, forced):
     *saved, _, _, _, _, scale, causal = call
     walk = _walk_in_place(index, saved[2], causal) if walk is None else walk.on(index)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return *ops.packed_attention_backward(*saved, *walk.both, scale, causal, deterministic, True), None
+    return *ops.packed_attention_backward.default(*saved, *walk.both, scale, causal, deterministic, True), None
 
 
 _PackedAttention = attention_function("_PackedAttention", "block_sparse_attention", _run, _gradients)

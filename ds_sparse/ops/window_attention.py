@@ -66,7 +66,8 @@ def window_attention(
         cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: each sequence is a
             row of documents packed like that, and windows end with their document. Without global tokens. Operands of
             one row may then be (T, H, D), the result likewise; or jagged nested tensors (B, H, tokens, D), which need
-            no cu_seqlens.
+            no cu_seqlens. On a GPU it is not read, but with dilation: where it does not ascend so, all is NaN. A graph
+            builds the index of it in there.
         sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
         query_offset: the position of the first query among the keys, of which there may then be more, S in place of T:
             up to S - T, as while decoding. Keys before the first window are not read. Without global tokens,
@@ -80,7 +81,7 @@ def window_attention(
             integers; a scale that is no number.
         ValueError: shapes, dtypes, devices or numbers that do not fit; a mask that requires a gradient.
         RuntimeError: a device without the kernel; numbers in place of their index at their first use in the capture of
-            a CUDA graph, or with cu_seqlens under torch.compile.
+            a CUDA graph, or with cu_seqlens and dilation under torch.compile.
 
     Examples:
         >>> import torch
@@ -287,7 +288,7 @@ def window_attention_forward(
     blocks = index.blocks
     walk = walk_of(blocks, call[0]) if walk is None else walk.on(index).on(blocks)
     return ops.window_attention_forward.default(
-        *tensors, index.limits, index.places, *walk.rows, index.num_global, scale, index.causal, walk.ends[0]
+        *tensors, index.limits, index.places, *walk.rows, index.num_global, scale, index.causal, *walk.ends[:2]
     )
 
 
@@ -302,7 +303,7 @@ def window_attention_backward(
     walk = walk_of(blocks, call[1], forced) if walk is None else walk.on(index).on(blocks)
     return ops.window_attention_backward.default(
         *tensors, index.limits, index.places, *walk.both, index.num_global, scale, index.causal, deterministic,
-        walk.ends[0],
+        *walk.ends[:2],
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def recorded() -> list[Call]:
     recorder = Recorder(OPERATORS + INDEX_OPERATORS)
     with recorder:
         BlockIndex.build(torch.eye(40, dtype=torch.bool).expand(2, 40, 40), 16).causal()
-        ops.index_bits_of_blocks(torch.arange(24).view(2, 4, 3), 40, True)
+        ops.index_bits_of_blocks(torch.arange(24).view(2, 4, 3), 40)
     for name in NATIVE:
         operation = operations("cpu")[name]
         for dtype in (torch.float64, torch.float32):

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ds_sparse.ops  # noqa: F401  # results without values
 from ds_sparse._ops import ops
 from ds_sparse.index.build import NUMBERS
-from ds_sparse.index.kernels import HOST_OPERATORS, INDEX_OPERATORS
+from ds_sparse.index.kernels import INDEX_OPERATORS
 from ds_sparse.layout import unpack_bits
 
 SIDES = (["rows"], ["columns"], ["rows", "columns"])
@@ -40,7 +40,7 @@ def check_lists(
 ) -> None:
     """Asserts that counts and lists are those of plain Python; `part` of the entries of the largest set has space."""
     heads, rows, columns = live.shape
-    bits = ops.index_bits(live.to(device), False)
+    bits = ops.index_bits(live.to(device))
     call = (columns, block, tiles, "rows" in sides, "columns" in sides, bounded)
     plan, counts = ops.index_plan(bits, *call)
 
@@ -134,24 +134,22 @@ def test_bits_are_the_layout(device: str, live: torch.Tensor, view: str):
         given = given[:, :1].expand_as(given)
     elif view == "numbers":
         given = given * torch.tensor(6, dtype=torch.uint8, device=device)
-    expected = given.bool().cpu()
-    for causal in (False, True):
-        bits = ops.index_bits(given, causal)
-        assert torch.equal(unpacked(bits, live.shape[2]), expected.tril() if causal else expected)
-    assert torch.equal(ops.index_causal_bits(ops.index_bits(given, False)), ops.index_bits(given, True))
+    bits, expected = ops.index_bits(given), given.bool().cpu()
+    assert torch.equal(unpacked(bits, live.shape[2]), expected)
+    assert torch.equal(unpacked(ops.index_causal_bits(bits), live.shape[2]), expected.tril())
 
 
 @EXAMPLES
-@given(data=st.data(), causal=st.booleans(), dtype=st.sampled_from((torch.int32, torch.int64)))
-def test_bits_of_block_lists(device: str, data: st.DataObject, causal: bool, dtype: torch.dtype):
+@given(data=st.data(), dtype=st.sampled_from((torch.int32, torch.int64)))
+def test_bits_of_block_lists(device: str, data: st.DataObject, dtype: torch.dtype):
     heads, rows, count, columns = (data.draw(st.integers(1, most)) for most in (3, 40, 20, 100))
     lists = torch.randint(-5, columns + 5, (heads, rows, count), generator=generator(data.draw))
     lists[:, :, 0] = data.draw(st.sampled_from((2**31 - 1, -(2**31), columns, columns - 1, -1, 0)))
     live = torch.zeros(heads, rows, columns, dtype=torch.bool)
     for head, row, column in named(lists):
-        if 0 <= column < columns and not (causal and column > row):
+        if 0 <= column < columns:
             live[head, row, column] = True
-    bits = ops.index_bits_of_blocks(lists.to(device, dtype), columns, causal)
+    bits = ops.index_bits_of_blocks(lists.to(device, dtype), columns)
     assert torch.equal(unpacked(bits, columns), live)
 
 
@@ -165,32 +163,32 @@ def arguments(device: str = "cpu") -> dict[str, dict[str, Any]]:
     """What each operator takes, by name: two heads of 100 x 120 blocks of 16, with a list that is cut."""
     layout = torch.rand(2, 100, 120, generator=seeded()) < 0.02
     layout[:, 7] = layout[:, :, 9] = True
-    bits = ops.index_bits(layout.to(device), False)
+    bits = ops.index_bits(layout.to(device))
     call = {"columns": 120, "block": 16, "tiles": [64, 128], "of_rows": True, "of_columns": True, "bounded": False}
     plan, counts = ops.index_plan(bits, *call.values())
     totals = counts[6:22].view(4, 4)[:, :3]
     assert totals.all()
     blocks = torch.arange(24, device=device).view(2, 4, 3)
     # Three documents, of 2, 0 and 1 blocks.
-    cu_seqlens = torch.tensor([0, 20, 20, 36])
+    cu_seqlens = torch.tensor([0, 20, 20, 36], dtype=torch.int32, device=device)
     spans = torch.tensor([[0, 16], [16, 4], [20, 16]], dtype=torch.int32, device=device)
     ranges = torch.tensor([[0, 2], [0, 2], [2, 3]], dtype=torch.int32, device=device)
     lines = torch.tensor([1, 0, -1, 2], dtype=torch.int32, device=device)
     filled = {"layout_heads": 2, "sizes": totals.flatten().tolist()}
     return {
-        "index_bits": {"layout": layout.to(device), "causal": True},
-        "index_bits_of_blocks": {"block_indices": blocks, "columns": 50, "causal": False},
+        "index_bits": {"layout": layout.to(device)},
+        "index_bits_of_blocks": {"block_indices": blocks, "columns": 50},
         "index_causal_bits": {"bits": bits},
-        "index_documents": {"cu_seqlens": cu_seqlens, "blocks": 3, "block": 16, "own": True, "window": 0},
+        "index_documents": {"cu_seqlens": cu_seqlens, "tokens": 36, "blocks": 4, "block": 16, "own": True, "most": 2},
         "index_bits_of_documents": {"bits": bits, "ranges": ranges, "own": True, "causal": False},
-        "index_limits": {"cu_seqlens": cu_seqlens.int().to(device), "windows": lines[:2], "tokens": 36},
+        "index_limits": {"cu_seqlens": cu_seqlens, "windows": lines[:2], "tokens": 36},
         "index_tile_spans": {"spans": spans, "lines": lines, "entries": lines},
         "index_plan": {"bits": bits, **call},
         "index_fill": {"bits": bits, "plan": plan, "counts": counts, **call, **filled},
     }
 
 
-@pytest.mark.parametrize("operator", INDEX_OPERATORS + HOST_OPERATORS)
+@pytest.mark.parametrize("operator", INDEX_OPERATORS)
 def test_opcheck(device: str, operator: str):
     target, given = getattr(ops, operator).default, tuple(arguments(device)[operator].values())
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -226,16 +224,14 @@ REFUSED = {
 DOCUMENTS = {
     "index_documents": [
         ("cu_seqlens has 2 dimensions", {"cu_seqlens": torch.zeros(1, 3, dtype=torch.int32)}),
-        ("cu_seqlens has to be int32 or int64", {"cu_seqlens": torch.zeros(3)}),
-        ("cu_seqlens has to be contiguous", {"cu_seqlens": torch.zeros(6, dtype=torch.int64)[::2]}),
+        ("cu_seqlens has to be int32", {"cu_seqlens": torch.tensor([0, 36])}),
+        ("cu_seqlens has to be contiguous", {"cu_seqlens": torch.zeros(6, dtype=torch.int32)[::2]}),
         ("cu_seqlens has to have one document at least", {"cu_seqlens": torch.zeros(1, dtype=torch.int32)}),
-        ("cu_seqlens has to ascend from 0", {"cu_seqlens": torch.tensor([0, 20, 10])}),
-        ("cu_seqlens has to ascend from 0", {"cu_seqlens": torch.tensor([-1, 20])}),
-        ("cu_seqlens has to ascend from 0", {"cu_seqlens": torch.tensor([0, 2**31])}),
         ("block has to be a power of two", {"block": 12}),
-        ("window has to be 0 or more", {"window": -1}),
-        ("blocks has to be 3, got 4", {"blocks": 4}),
-        ("blocks has to be 3, got -1", {"blocks": -1}),
+        ("tokens has to be 1 or more", {"tokens": 0}),
+        ("most has to be 0 or more", {"most": -1}),
+        ("blocks has to be 3 or more, got 2", {"blocks": 2}),
+        ("blocks has to be 3, got 4", {"own": False}),
     ],
     "index_bits_of_documents": [
         *REFUSED["index_causal_bits"],
@@ -278,6 +274,8 @@ FILLS = [
     ("plan and counts have to be those of index_plan", {"tiles": [64]}),
     ("layout_heads has to be 1 or the heads of bits", {"layout_heads": 3}),
     ("sizes has to have 12 numbers, got 3", {"sizes": [700, 100, 30]}),
+    ("lost is for tiles that nobody counts", {"lost": torch.zeros(1, dtype=torch.int32)}),
+    ("lost has size 2 in dimension 0", {"lost": torch.zeros(2, dtype=torch.int32)}),
 ]
 
 
@@ -292,10 +290,48 @@ FILLS = [
 def test_what_is_refused(device: str, operator: str, sentence: str, changed: dict[str, Any]):
     call, fitting = getattr(ops, operator), arguments(device)[operator]
     call(**fitting)
-    on = "cpu" if operator in HOST_OPERATORS else device
-    spoiled = {name: x.to(on) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
+    spoiled = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
     with pytest.raises(RuntimeError, match=sentence):
         call(**(fitting | spoiled))
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    ("cu_seqlens", "sentence"),
+    [
+        ([0, 20, 10, 36], "cu_seqlens has to ascend from 0 to the 36 tokens"),
+        ([-1, 20, 20, 36], "cu_seqlens has to ascend from 0"),
+        ([1, 20, 20, 36], "cu_seqlens has to ascend from 0"),
+        ([0, 20, 20, 35], "cu_seqlens has to ascend from 0"),
+        ([0, 2**31 - 1, -(2**31), 36], "cu_seqlens has to ascend from 0"),
+        ([0, 0, 3, 36], "has 3 blocks, and the layout 2"),
+        ([0, 2, 19, 36], "blocks has to be 5 or more, got 4"),
+    ],
+)
+def test_a_cpu_refuses_documents_that_others_say_are_lost(device: str, own: bool, cu_seqlens: list[int], sentence: str):
+    given = arguments(device)["index_documents"] | {"own": own, "blocks": 4 if own else 3}
+    given["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+    is_wrong = own or "ascend" in sentence
+    if device == "cpu" and is_wrong:
+        with pytest.raises(RuntimeError, match=sentence):
+            ops.index_documents(**given)
+        return
+    (spans, ranges), lost = ops.index_documents(**given)
+    assert lost.tolist() == [int(is_wrong)]
+    if is_wrong:
+        assert spans.tolist() == [[0, 16], [16, 16], [32, 4], [0, 0]][: len(spans)] and not ranges.any()
+
+
+def test_nothing_has_space_in_lists_that_are_lost(device: str):
+    given = arguments(device)["index_fill"]
+    sizes = given["columns"], given["block"], given["tiles"], True, True, True
+    plan, counts = ops.index_plan(given["bits"], *sizes)
+    made = ops.index_fill(
+        given["bits"], plan, counts, *sizes, 2, [5000], torch.ones(1, dtype=torch.int32, device=device)
+    )
+    for units in made[2::4]:
+        count = int(units[-1, 1])
+        assert (units[:count, 0] >= 0).all() and (units[:count, 1] == -1).all() and (units[:, 2] == 0).all()
 
 
 def test_bits_beyond_the_columns_are_refused():

@@ -11,6 +11,7 @@ from tile_reference import tile_sets
 from torch.nn.functional import pad
 
 from ds_sparse import BlockIndex, PackedIndex, WindowIndex
+from ds_sparse.index import packed
 from ds_sparse.index.packed import Documents
 from ds_sparse.index.tiles import SIDES
 from ds_sparse.index.window import index_of_row
@@ -36,9 +37,11 @@ def edges_of(lengths: torch.Tensor) -> torch.Tensor:
 
 
 @EXAMPLES
-@given(batch=batches(), block=st.sampled_from((8, 16, 64)), causal=st.booleans(), wide=st.booleans())
+@given(
+    batch=batches(), block=st.sampled_from((8, 16, 64)), causal=st.booleans(), wide=st.booleans(), bounded=st.booleans()
+)
 def test_all_of_it_is_as_composed_of_pytorchs_operations(
-    device: str, batch: tuple[torch.Tensor, torch.Tensor], block: int, causal: bool, wide: bool
+    device: str, batch: tuple[torch.Tensor, torch.Tensor], block: int, causal: bool, wide: bool, bounded: bool
 ):
     lengths, live = batch
     cu_seqlens = edges_of(lengths)
@@ -50,10 +53,15 @@ def test_all_of_it_is_as_composed_of_pytorchs_operations(
     spans = torch.stack([cu_seqlens[document] + number * block, (lengths[document] - number * block).clamp(max=block)])
     expected = live[:, number][:, :, number] & (document[:, None] == document)
     expected = expected.tril() if causal else expected
+    ranges = torch.stack([begin, end])
+    if bounded:
+        more = int(lengths.sum() + len(lengths) * (block - 1)) // block - len(document)
+        spans, ranges, expected = pad(spans, (0, more)), pad(ranges, (0, more)), pad(expected, (0, more, 0, more))
 
-    index = PackedIndex.build(live.to(device), cu_seqlens if wide else cu_seqlens.int(), block)
-    assert index.documents == len(lengths) and index.tokens == lengths.sum()
-    assert index.spans.tolist() == spans.T.tolist() and index.ranges.tolist() == torch.stack([begin, end], 1).tolist()
+    given = (cu_seqlens if wide else cu_seqlens.int()).to(device)
+    index = PackedIndex.build(live.to(device), given, block, tokens=int(lengths.sum()) if bounded else None)
+    assert index.documents == len(lengths) and index.tokens == lengths.sum() and index.bounded == bounded
+    assert index.spans.tolist() == spans.T.tolist() and index.ranges.tolist() == ranges.T.tolist()
     blocks = index.causal_blocks(causal)
     assert torch.equal(blocks.layout().cpu().expand_as(expected), expected)
     assert blocks.live_blocks * expected.shape[0] == expected.sum() * blocks.layout_heads
@@ -64,11 +72,11 @@ def test_all_of_it_is_as_composed_of_pytorchs_operations(
     assert torch.equal(index.aligned.cpu(), exists.flatten().nonzero().flatten())
 
     stored, tile = expected[: index.layout_heads], 8 * block
-    bounded = zip(SIDES, tile_sets(stored, block, [tile], list(SIDES), bounded=True))
-    assert index.live_blocks[index._cuts(causal)] == stored.sum()
-    for side, wanted in bounded:
+    capacity = index.capacity[index._cuts(causal)]
+    assert index.live_blocks[causal] == stored.sum() <= capacity and (bounded or capacity == stored.sum())
+    for side, wanted in zip(SIDES, tile_sets(stored, block, [tile], list(SIDES), bounded=True)):
         tiles, count, cuts = index.tiles(side, tile, causal), len(wanted.units), len(wanted.cuts)
-        assert tiles.lines.tolist() == wanted.lines and stored.sum() >= len(tiles.entries) >= len(wanted.entries)
+        assert tiles.lines.tolist() == wanted.lines and capacity >= len(tiles.entries) >= len(wanted.entries)
         assert [x % 2**32 for x in tiles.entries[: len(wanted.entries)].tolist()] == wanted.entries
         assert tiles.units[:count].tolist() == wanted.units and tiles.cuts[:cuts].tolist() == wanted.cuts
         assert len(tiles.units) > count
@@ -144,6 +152,14 @@ def test_spans_lie_beside_lines_and_entries(side: str, causal: bool):
     ]
 
 
+def test_a_bounded_index_says_how_large_it_is_at_most(device: str):
+    edges = torch.tensor([0, 20, 20, 41], device=device)
+    index = PackedIndex.build(LAYOUT.to(device), edges, 8, tokens=41)
+    assert repr(index).startswith("PackedIndex(3 documents of 41 tokens together, at most 7 blocks of 8, density up to")
+    assert index.live_blocks == (12, 10) and index.capacity == (14, 14)
+    assert index.to("cpu").lost.device.type == "cpu"
+
+
 def test_heads_of_a_layout_are_kept_and_those_of_a_block_index():
     layout = torch.stack([LAYOUT, LAYOUT.mT])
     expected = PackedIndex.build(layout, CU_SEQLENS, block=8)
@@ -156,6 +172,28 @@ def test_equal_heads_of_a_layout_are_stored_once():
     index = PackedIndex.build(LAYOUT.long().expand(12, -1, -1), CU_SEQLENS, block=8)
     assert (index.blocks.num_heads, index.blocks.layout_heads) == (12, 1)
     assert torch.equal(index.blocks.layout(), PackedIndex.build(LAYOUT, CU_SEQLENS, block=8).blocks.layout())
+
+
+def test_documents_that_do_not_fit_are_refused_or_lost_where_nobody_reads_them(device: str):
+    for edges, sentence in {
+        (0, 30, 20, 41): "cu_seqlens has to ascend",
+        (0, 20, 20, 40): "cu_seqlens has to ascend",
+        (0, 20, 20, 2**32 + 41): "cu_seqlens has to ascend",
+        (0, 5, 5, 41): "a document of cu_seqlens has 5 blocks, and the layout 3",
+    }.items():
+        given = LAYOUT.to(device), torch.tensor(edges, device=device), 8
+        if device == "cpu":
+            with pytest.raises(RuntimeError, match=sentence):
+                PackedIndex.build(*given, tokens=41)
+            continue
+        index = PackedIndex.build(*given, tokens=41)
+        for read in (PackedIndex.live_blocks.fget, lambda x: x.blocks.exact()):
+            with pytest.raises(ValueError, match="cu_seqlens, at which nobody looked .* DS_SPARSE_CHECK_LAYOUTS=1"):
+                read(index)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed, "COMPARED_ON_GPU", True)
+            with pytest.raises(ValueError, match="cu_seqlens falls|documents of cu_seqlens end|longest doc"):
+                PackedIndex.build(*given, tokens=41)
 
 
 def test_more_blocks_than_memory_holds_get_a_sentence(monkeypatch: pytest.MonkeyPatch):

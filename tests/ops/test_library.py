@@ -13,7 +13,7 @@ from ds_sparse.ops import MatMul, block_sparse_attention, missing_kernels
 
 
 def test_the_cpu_has_every_kernel():
-    on_cpu = kernels.OPERATORS + kernels.INDEX_OPERATORS + kernels.HOST_OPERATORS
+    on_cpu = kernels.OPERATORS + kernels.INDEX_OPERATORS
     assert missing_kernels("cpu", on_cpu) == []
     for operator in on_cpu:
         kernels.require_kernel(operator, torch.device("cpu"))
@@ -69,7 +69,7 @@ def test_every_operator_of_the_schema_is_listed():
     in_python = {f"layout_attention_{way}" for way in ways} | {"layout_distance_forward", "window_order"}
     in_python |= {"block_attention_distance_backward", "layout_attention_distance_backward"}
     in_python |= {"window_numbers_forward", "window_numbers_backward"}
-    native = kernels.OPERATORS + kernels.INDEX_OPERATORS + kernels.HOST_OPERATORS + kernels.HOPPER_OPERATORS
+    native = kernels.OPERATORS + kernels.INDEX_OPERATORS + kernels.HOPPER_OPERATORS
     assert registered == {*native, *in_python}
 
 

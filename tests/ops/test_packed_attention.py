@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -126,27 +127,93 @@ def test_documents_are_read_where_they_lie_and_nothing_else_is_written(device: s
             torch.testing.assert_close(one, by_copies, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-def test_nothing_waits_for_a_new_batch_whose_lengths_the_host_knows(device: str, causal: bool):
-    if not is_hopper(device):
-        pytest.skip("others copy, and wait for the number of live blocks")
-    query, key, value = operands(device, dtype=torch.bfloat16, head_dim=64)
-    layout = BlockIndex.build(LAYOUT.to(device), 16)
+BORDERS = [LENGTHS[0], LENGTHS[0][::-1], (129, 100, 0, 60, 0, 42), (129, 129, 73, 0, 0, 0)]
+"""Documents of one row whose number stays the same, as some have no tokens."""
 
-    def run(lengths: tuple[int, ...]) -> torch.Tensor:
-        cu_seqlens = cu_seqlens_of(lengths, "cpu")
-        output, lse = block_sparse_attention(
-            query, key, value, layout, cu_seqlens=cu_seqlens, causal=causal, return_lse=True
-        )
-        return torch.autograd.grad((output.sum(), lse.sum()), (query, key, value))[0]
 
-    run(LENGTHS[0])
+def attentions(causal: bool, layout: BlockIndex, row: BlockIndex, of_row: str) -> Callable[..., torch.Tensor]:
+    """One of the three ways to attend to documents of a row, of query, key, value and cu_seqlens."""
+    if of_row == "window":
+        return lambda *x: window_attention(*x[:3], 9, causal, cu_seqlens=x[3])
+    index = layout if of_row == "own" else row
+    return lambda *x: block_sparse_attention(*x[:3], index, cu_seqlens=x[3], causal=causal, document_layout=of_row)
+
+
+def attention_and_gradients(
+    attend: Callable[..., torch.Tensor], given: list[torch.Tensor], cu_seqlens: torch.Tensor
+) -> list[torch.Tensor]:
+    output = attend(*given, cu_seqlens)
+    return [output.detach(), *torch.autograd.grad(output.float().sin().sum(), given)]
+
+
+def in_each_way(test: Callable) -> Callable:
+    ways = pytest.mark.parametrize("of_row", ["own", "row", "window"])
+    return pytest.mark.parametrize("causal", [False, True])(ways(test))
+
+
+def layouts(device: str) -> tuple[BlockIndex, BlockIndex]:
+    """Layouts of the longest document, and of the row."""
+    row = torch.rand(4, 21, 21, generator=seeded(4)) < 0.5
+    return BlockIndex.build(LAYOUT.to(device), 16), BlockIndex.build(row.to(device), 16)
+
+
+@in_each_way
+def test_nothing_waits_for_a_new_batch(device: str, of_row: str, causal: bool):
+    if device == "cpu":
+        pytest.skip("a matter of GPUs")
+    given = operands(device, dtype=torch.bfloat16, head_dim=64)
+    attend = attentions(causal, *layouts(device), of_row)
+    of_cpu = ["cpu"] if is_hopper(device) or of_row != "own" else []  # others copy, and count the live blocks then
+    batches = [cu_seqlens_of(lengths, on) for on in (*of_cpu, device) for lengths in BORDERS]
+    attention_and_gradients(attend, given, batches[0])
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(LENGTHS[0][::-1])
+        for cu_seqlens in batches[1:]:
+            attention_and_gradients(attend, given, cu_seqlens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@in_each_way
+@pytest.mark.parametrize("head_dim", [64, 16])
+def test_a_cuda_graph_is_repeated_with_other_borders(device: str, of_row: str, causal: bool, head_dim: int):
+    """And gives NaN alone where they are none; nothing of it is kept for others."""
+    if device == "cpu":
+        pytest.skip("a matter of GPUs")
+    given = operands(device, dtype=torch.bfloat16 if head_dim == 64 else torch.float32, head_dim=head_dim)
+    attend = attentions(causal, *layouts(device), of_row)
+    cu_seqlens = cu_seqlens_of(BORDERS[0], device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attention_and_gradients(attend, given, cu_seqlens)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention_and_gradients(attend, given, cu_seqlens)
+    wrong = [(0, 300, 200, 331, 331, 331, 331), (0, 0, 0, 0, 0, 200, 330), (7, 100, 100, 200, 300, 331, 331)]
+    wrong += [(0, 331, 331, 331, 331, 331, 331)] if of_row == "own" else []  # longer than the layout
+    for lengths in (*BORDERS, wrong, BORDERS[0]):
+        for edges in lengths if lengths is wrong else [cu_seqlens_of(lengths, "cpu")]:
+            cu_seqlens.copy_(torch.as_tensor(edges))
+            graph.replay()
+            if lengths is wrong:
+                assert all(x.isnan().all() for x in found)
+                continue
+            for x, y in zip(found, attention_and_gradients(attend, given, cu_seqlens_of(lengths, "cpu")), strict=True):
+                torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+
+
+@in_each_way
+def test_a_compiled_graph_takes_other_borders(device: str, of_row: str, causal: bool):
+    given = operands(device)
+    attend = attentions(causal, *layouts(device), of_row)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for lengths in BORDERS:
+        found = attention_and_gradients(compiled, given, cu_seqlens_of(lengths, device))
+        right = attention_and_gradients(attend, given, cu_seqlens_of(lengths, "cpu"))
+        for x, y in zip(found, right, strict=True):
+            torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -19,7 +19,7 @@ struct Layout {
   int rows, columns;
 };
 
-__global__ void bits_kernel(Layout layout, uint32_t* bits, int64_t count, bool causal) {
+__global__ void bits_kernel(Layout layout, uint32_t* bits, int64_t count) {
   const int words = words_of(layout.columns), lane = threadIdx.x % 32;
   for (int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32 * kAtOnce; first < count;
        first += int64_t{gridDim.x} * (kThreads / 32) * kAtOnce) {
@@ -28,7 +28,7 @@ __global__ void bits_kernel(Layout layout, uint32_t* bits, int64_t count, bool c
     for (int i = 0; i < kAtOnce; ++i) {
       const int64_t line = (first + i) / words, row = line % layout.rows, column = (first + i) % words * 32 + lane;
       live[i] =
-          first + i < count && column < layout.columns && !(causal && column > row) &&
+          first + i < count && column < layout.columns &&
           layout.data
                   [line / layout.rows * layout.head_stride + row * layout.row_stride + column * layout.column_stride] !=
               0;
@@ -46,12 +46,11 @@ __global__ void bits_kernel(Layout layout, uint32_t* bits, int64_t count, bool c
 }
 
 template <class N>
-__global__ void bits_of_blocks_kernel(
-    const N* block_indices, uint32_t* bits, int64_t count, int listed, int rows, int columns, bool causal) {
+__global__ void bits_of_blocks_kernel(const N* block_indices, uint32_t* bits, int64_t count, int listed, int columns) {
   for (int64_t number = int64_t{blockIdx.x} * kThreads + threadIdx.x; number < count;
        number += int64_t{gridDim.x} * kThreads) {
     const int64_t block = block_indices[number], line = number / listed;
-    if (block >= 0 && block < columns && !(causal && block > line % rows)) {
+    if (block >= 0 && block < columns) {
       atomicOr(bits + line * words_of(columns) + block / 32, 1u << block % 32);
     }
   }
@@ -66,7 +65,7 @@ __global__ void causal_bits_kernel(const uint32_t* bits, uint32_t* to, int64_t c
 
 uint32_t* words_in(Tensor& bits) { return reinterpret_cast<uint32_t*>(bits.mutable_data_ptr()); }
 
-Tensor index_bits(const Tensor& layout, bool causal) {
+Tensor index_bits(const Tensor& layout) {
   check_layout(layout);
   const Launcher launch(layout);
   const int64_t heads = layout.size(0), rows = layout.size(1), columns = layout.size(2), words = words_of(columns);
@@ -79,12 +78,11 @@ Tensor index_bits(const Tensor& layout, bool causal) {
       layout.stride(2),
       static_cast<int>(rows),
       static_cast<int>(columns)};
-  launch(
-      bits_kernel, blocks_for(32 * ceil_div<int64_t>(count, kAtOnce)), kThreads, given, words_in(bits), count, causal);
+  launch(bits_kernel, blocks_for(32 * ceil_div<int64_t>(count, kAtOnce)), kThreads, given, words_in(bits), count);
   return bits;
 }
 
-Tensor index_bits_of_blocks(const Tensor& block_indices, int64_t columns, bool causal) {
+Tensor index_bits_of_blocks(const Tensor& block_indices, int64_t columns) {
   check_block_indices(block_indices, columns);
   const Launcher launch(block_indices);
   const int64_t heads = block_indices.size(0), rows = block_indices.size(1), listed = block_indices.size(2);
@@ -94,7 +92,7 @@ Tensor index_bits_of_blocks(const Tensor& block_indices, int64_t columns, bool c
   const auto set = [&](const auto* from) {
     launch(
         bits_of_blocks_kernel<std::remove_cvref_t<decltype(*from)>>, blocks_for(count), kThreads, from, words_in(bits),
-        count, static_cast<int>(listed), static_cast<int>(rows), static_cast<int>(columns), causal);
+        count, static_cast<int>(listed), static_cast<int>(columns));
   };
   if (block_indices.scalar_type() == ScalarType::Long) {
     set(block_indices.const_data_ptr<int64_t>());

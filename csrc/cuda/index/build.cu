@@ -428,6 +428,9 @@ __global__ void __launch_bounds__(kThreads) cut_kernel(Memory m) {
 
 struct Filled {
   SetTensors sets[kMaxSets];
+  const int32_t* lost;  // null: nothing is
+
+  __device__ int64_t space(int set) const { return lost != nullptr && *lost != 0 ? kLost : sets[set].num_entries; }
 };
 
 // The work tiles, kItems of a thread block, at their places among those of their head, the longest first; the lines and
@@ -440,6 +443,7 @@ __global__ void __launch_bounds__(kThreads) fill_work_kernel(Memory m, Filled fi
   const int lane = threadIdx.x % 32, slice = threadIdx.x - lane, number = blockIdx.x * kItems + lane;
   const int thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
   int4* all_work = reinterpret_cast<int4*>(to.work);
+  const int64_t space = filled.space(set_number);
   for (int64_t head = blockIdx.y; head < heads; head += gridDim.y) {
     const int64_t *total = m.counts + m.plan.total(set_number, head),
                   *before = m.counts + m.plan.before(set_number, head);
@@ -461,7 +465,7 @@ __global__ void __launch_bounds__(kThreads) fill_work_kernel(Memory m, Filled fi
     const int64_t place = before[kWork] + sum_of_warps(in_head);
     if (slice == 0 && number < work && place < to.num_work) {
       const int64_t tile = head * set.tiles + own.x;
-      const bool fits = before[kEntries] + m.memory[set.firsts + tile] + m.memory[set.lengths + tile] <= to.num_entries;
+      const bool fits = before[kEntries] + m.memory[set.firsts + tile] + m.memory[set.lengths + tile] <= space;
       all_work[place] = {
           static_cast<int>(tile), fits ? static_cast<int>(before[kEntries]) + own.y : -1, fits ? own.z : 0,
           own.w < 0 ? -1 : static_cast<int>(before[kParts]) + own.w};
@@ -505,7 +509,7 @@ __global__ void __launch_bounds__(kThreads) fill_entries_kernel(Memory m, Filled
     const Side& side = m.plan.sides[set.side];
     const int64_t head = of_set / set.tiles,
                   first = m.counts[m.plan.before(set_number, head) + kEntries] + m.memory[set.firsts + of_set];
-    if (first + m.memory[set.lengths + of_set] > to.num_entries) {
+    if (first + m.memory[set.lengths + of_set] > filled.space(set_number)) {
       continue;
     }
     const Tile tile(m, set, head, of_set % set.tiles);
@@ -590,11 +594,12 @@ std::tuple<Tensor, Tensor> index_plan(
 std::vector<Tensor> index_fill(
     const Tensor& bits, const Tensor& memory, const Tensor& counts, int64_t columns, int64_t block,
     const std::vector<int64_t>& tiles, bool of_rows, bool of_columns, bool bounded, int64_t layout_heads,
-    const std::vector<int64_t>& sizes) {
+    const std::vector<int64_t>& sizes, const std::optional<Tensor>& lost) {
   const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
-  check_plan(plan, memory, counts);
+  check_plan(plan, memory, counts, lost);
   const Launcher launch(bits);
   Filled filled;
+  filled.lost = lost ? lost->const_data_ptr<int32_t>() : nullptr;
   const std::vector<Tensor> made = set_tensors(plan, bits, layout_heads, sizes, filled.sets);
   const Memory m{
       plan, static_cast<const uint32_t*>(bits.const_data_ptr()), const_cast<int32_t*>(memory.const_data_ptr<int32_t>()),

@@ -10,6 +10,68 @@
 namespace ds_sparse::index {
 namespace {
 
+// By one thread block: the number of each document's first block, and whether something is not as it has to be.
+__global__ void __launch_bounds__(kThreads)
+    documents_kernel(Documents documents, int32_t* firsts, int32_t* lost, int64_t blocks, bool own, int64_t most) {
+  __shared__ int of_warps[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int64_t before = 0;
+  bool fits = true;
+  for (int64_t begin = 0; begin < documents.count; begin += kThreads) {
+    const int64_t document = begin + threadIdx.x;
+    const bool exists = document < documents.count;
+    const int64_t own_count = exists ? documents.blocks_of(document) : 0;
+    fits = fits && (!exists || (documents.has(document) && (!own || own_count <= most)));
+    const int count = fits ? static_cast<int>(own_count) : 0;
+    int sum = count;
+    for (int i = 1; i < 32; i *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, i);
+      sum += lane >= i ? other : 0;
+    }
+    __syncthreads();
+    if (lane == 31) {
+      of_warps[warp] = sum;
+    }
+    __syncthreads();
+    int of_all = 0;
+    for (int i = 0; i < kWarps; ++i) {
+      sum += i < warp ? of_warps[i] : 0;
+      of_all += of_warps[i];
+    }
+    if (exists) {
+      firsts[document] = static_cast<int>(before) + sum - count;
+    }
+    before += of_all;
+  }
+  fits = __syncthreads_and(fits) && (!own || before <= blocks);
+  if (threadIdx.x == 0) {
+    *lost = !fits;
+  }
+}
+
+// Where documents are not as they have to be, blocks are those of the row, so that each token is in one, and see none.
+__global__ void __launch_bounds__(kThreads) blocks_of_documents_kernel(
+    Documents documents, const int32_t* firsts, const int32_t* lost, int2* spans, int2* ranges, int64_t blocks,
+    bool own, int64_t most) {
+  const bool is_lost = *lost != 0;
+  for (int64_t number = int64_t{blockIdx.x} * kThreads + threadIdx.x; number < blocks;
+       number += int64_t{gridDim.x} * kThreads) {
+    BlockOfDocuments x{};
+    if (is_lost) {
+      const int64_t token = number * documents.block, left = documents.tokens - token;
+      x = left > 0 ? BlockOfDocuments{static_cast<int32_t>(token), static_cast<int32_t>(min(left, documents.block))}
+                   : x;
+    } else if (own) {
+      const int64_t document = document_of(firsts, documents.count, number);
+      x = documents.own(document, firsts[document], number);
+    } else {
+      x = documents.of_row(number, most);
+    }
+    spans[number] = {x.token, x.tokens};
+    ranges[number] = {x.first, x.end};
+  }
+}
+
 __global__ void __launch_bounds__(kThreads) bits_of_documents_kernel(
     const uint32_t* layout, const int32_t* ranges, uint32_t* to, int64_t count, int rows, int words, int blocks,
     bool own, bool causal) {
@@ -41,6 +103,23 @@ __global__ void __launch_bounds__(kThreads) tile_spans_kernel(
     const int block = number < num_lines ? lines[number] : block_of(entries[number - num_lines]);
     to[number] = block >= 0 && block < blocks ? spans[block] : int2{0, 0};
   }
+}
+
+std::tuple<Tensor, Tensor> index_documents(
+    const Tensor& cu_seqlens, int64_t tokens, int64_t blocks, int64_t block, bool own, int64_t most) {
+  const Documents documents = check_documents(cu_seqlens, tokens, blocks, block, own, most);
+  const Launcher launch(cu_seqlens);
+  Tensor made = empty_on(cu_seqlens, {2, blocks, 2}, ScalarType::Int);
+  Tensor lost = empty_on(cu_seqlens, {1}, ScalarType::Int);
+  Tensor firsts = empty_on(cu_seqlens, {documents.count}, ScalarType::Int);
+  int2* spans = static_cast<int2*>(made.mutable_data_ptr());
+  launch(
+      documents_kernel, 1, kThreads, documents, firsts.mutable_data_ptr<int32_t>(), lost.mutable_data_ptr<int32_t>(),
+      blocks, own, most);
+  launch(
+      blocks_of_documents_kernel, ceil_div<int64_t>(blocks, kThreads), kThreads, documents,
+      firsts.const_data_ptr<int32_t>(), lost.const_data_ptr<int32_t>(), spans, spans + blocks, blocks, own, most);
+  return {made, lost};
 }
 
 Tensor index_bits_of_documents(const std::optional<Tensor>& bits, const Tensor& ranges, bool own, bool causal) {
@@ -88,6 +167,7 @@ Tensor index_tile_spans(const Tensor& spans, const Tensor& lines, const Tensor& 
 }  // namespace ds_sparse::index
 
 STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
+  m.impl("index_documents", TORCH_BOX(&ds_sparse::index::index_documents));
   m.impl("index_bits_of_documents", TORCH_BOX(&ds_sparse::index::index_bits_of_documents));
   m.impl("index_limits", TORCH_BOX(&ds_sparse::index::index_limits));
   m.impl("index_tile_spans", TORCH_BOX(&ds_sparse::index::index_tile_spans));
