@@ -11,7 +11,7 @@ from integrations.pairs import pairs
 from torch.nn.functional import cross_entropy
 
 import ds_sparse
-from ds_sparse.index import PackedIndex, WindowIndex
+from ds_sparse.index import PackedIndex, WindowIndex, lookup, packed
 from ds_sparse.integrations.transformers import packing
 from ds_sparse.integrations.transformers.family_table import FAMILIES
 from ds_sparse.tools.notices import _said
@@ -101,6 +101,60 @@ def test_collated_documents_are_computed_as_each_alone(name, how, device):
     batch = collated(name, features, device, **HOW[how])
     assert ("position_ids" in batch) == (how != "cumulative") and "attention_mask" not in batch
     assert_same(run_packed(model, batch), run_apart(model, features, device))
+
+
+def test_a_training_step_is_captured_and_repeated_with_other_documents(device, monkeypatch):
+    """The losses of a CUDA graph are those of steps without it. On a CPU, what a capture does runs at once."""
+    borders = [(0, 37, 38, 46, 100, 120), (0, 60, 60, 100, 101, 120), (0, 10, 30, 50, 90, 120)]
+    borders += [(0, 64, 120, 120, 120, 120)]
+    generator = torch.Generator().manual_seed(2)
+    ids, labels = (torch.randint(5, VOCABULARY, (1, 120), generator=generator).to(device) for _ in range(2))
+
+    def losses(captured: bool) -> list[torch.Tensor]:
+        model, edges = make("bert", device), torch.tensor(borders[0], dtype=torch.int32, device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=device == "cuda")
+
+        def step() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, labels=labels, cu_seq_lens_q=edges, cu_seq_lens_k=edges).loss
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        graph, stream = None, torch.cuda.Stream() if device == "cuda" else None
+        with torch.cuda.stream(stream):
+            first = [step().clone() for _ in range(2)]
+        if captured and device == "cuda":
+            torch.cuda.synchronize()
+            optimizer.zero_grad()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                loss = step()
+        elif captured:
+            for module in (packing, packed, lookup):
+                monkeypatch.setattr(module, "is_in_graph", lambda x: True)
+        made = []
+        for of_batch in borders:
+            edges.copy_(torch.tensor(of_batch))
+            if graph is None:
+                loss = step()
+            else:
+                graph.replay()
+            made.append(loss.clone())
+        return first + made
+
+    with torch.random.fork_rng():
+        right = losses(captured=False)
+        found = losses(captured=True)
+    assert len(set(map(float, right))) == len(right)
+    torch.testing.assert_close(torch.stack(found), torch.stack(right), rtol=1e-4, atol=1e-5)
+
+
+def test_a_capture_takes_one_tensor_for_queries_and_keys(monkeypatch):
+    monkeypatch.setattr(packing, "is_in_graph", lambda x: True)
+    ids, edges = torch.ones(1, 20, dtype=torch.int64), EDGES.clone()
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured, .* give the same tensor as both"):
+        make("bert")(input_ids=ids, cu_seq_lens_q=EDGES, cu_seq_lens_k=edges)
 
 
 @pytest.mark.parametrize("name", MODELS)

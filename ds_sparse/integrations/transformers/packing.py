@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ...index.cache import is_in_graph
 from ...index.packed import Documents
 from ...models.position_table import base_model, position_table, reserved_rows
 from ...tools.notices import say_notices
@@ -41,7 +42,8 @@ class PackedDocuments:
     """The documents of one forward.
 
     Attributes:
-        cu_seqlens: int32 or int64 (documents + 1), on the CPU, over the tokens of all rows, one row after the other.
+        cu_seqlens: int32 or int64 (documents + 1), over the tokens of all rows, one row after the other; on the CPU
+            but in the capture of a CUDA graph.
         told: the attention layers that have computed with it.
     """
 
@@ -147,7 +149,8 @@ def has_cumulative(given: Mapping[str, Any]) -> bool:
 
 def documents_of(model: nn.Module, given: Mapping[str, Any]) -> torch.Tensor | None:
     """Where the documents of a batch begin, as `cu_seqlens` on the CPU over the tokens of all rows, one row after the
-    other; None where each row is one. Waits for the device.
+    other; None where each row is one. Waits for the device. In the capture of a CUDA graph nobody looks at
+    `cu_seq_lens_q`, and it stays on the device.
 
     Args:
         model: what is given the batch.
@@ -173,15 +176,23 @@ def positions_of(model: nn.Module, given: Mapping[str, Any], cu_seqlens: torch.T
     """The position of each token from its document's start, (rows, tokens)."""
     table = position_table(base_model(model))
     first = 0 if table is None else reserved_rows(table)
-    starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long())
-    positions = torch.arange(first, first + len(starts)) - starts
-    return positions.view(rows_and_tokens(given)).to(ids_of(given).device)
+    rows, tokens = rows_and_tokens(given)
+    places, begins = torch.arange(rows * tokens, device=cu_seqlens.device), cu_seqlens.long()
+    positions = places - begins[torch.searchsorted(begins, places, right=True) - 1] + first
+    return positions.view(rows, tokens).to(ids_of(given).device)
 
 
 def _read_cumulative(model: nn.Module, cumulative: list[Any], given: Mapping[str, Any]) -> torch.Tensor | None:
     """Where documents begin, of `cu_seq_lens_q` and `cu_seq_lens_k`."""
     rows, tokens = rows_and_tokens(given)
     q, k = torch.as_tensor(cumulative[0]), torch.as_tensor(cumulative[-1])
+    if is_in_graph(q):
+        if len(cumulative) == 2 and q is k:
+            return q.clone()
+        raise RuntimeError(
+            f"{type(model).__name__} is given cu_seq_lens_q and cu_seq_lens_k while a CUDA graph is captured, where "
+            "nobody can see that they are alike; give the same tensor as both."
+        )
     alike = len(cumulative) == 2 and q.shape == k.shape
     if alike and q is not k:
         both = torch.stack([q, k.to(q)]).cpu()
