@@ -29,6 +29,8 @@ struct AttentionCall {
   const Tensor* spans = nullptr;
   // Tiles were made without waiting for their number, and some may have had no space; see index_fill.
   bool bounded = false;
+  // But none has, as all entries that there may be have some.
+  bool fits = false;
   // Each sequence has a layout of its own.
   bool by_sequence = false;
 

@@ -165,20 +165,20 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // layout is of the blocks of all documents, spans int32 (N, 2) says which token each begins with, and how many it
   // has; row_spans and column_spans, int32 (lines + E, 2), say so of the blocks that lines and then entries are. query
   // (1, H, T, D), key and value (1, Hkv, T, D), fp16 or bf16, D up to 128 -> output (1, H, T, D); lse (1, H, N * block)
-  // and rows (1, H, N
-  // * block, 2), by aligned numbers of tokens (the block's number times block, and the token's place in it), unset
-  // where there is none; and so is grad_lse.
+  // and rows (1, H, N * block, 2), by aligned numbers of tokens (the block's number times block, and the token's place
+  // in it), unset where there is none; and so is grad_lse. fits: bounded tiles are known to have space.
   m.def(
       "packed_attention_forward(Tensor query, Tensor key, Tensor value, Tensor spans, Tensor row_spans, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, int block, "
-      "float scale, bool causal, bool bounded=False) "
+      "float scale, bool causal, bool bounded=False, bool fits=False) "
       "-> (Tensor output, Tensor lse, Tensor rows)");
   m.def(
       "packed_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor spans, Tensor row_spans, Tensor column_spans, Tensor row_lines, "
       "Tensor row_entries, Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, "
       "Tensor column_units, Tensor column_cuts, int layout_heads, int block, float scale, bool causal, "
-      "bool deterministic, bool bounded=False) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "bool deterministic, bool bounded=False, bool fits=False) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // The gradient of what was added to the scores, zero where nothing is live, summed over the dimensions that are 1 in
   // shape = (B or 1, H or 1, T, S) in a fixed order; in fp32 (fp64 for fp64).

@@ -231,14 +231,15 @@ def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, causa
         rows = index.spans, index.tile_spans("rows", tile, causal), *lists, index.layout_heads, index.block
     else:
         rows = walk.on(index).rows
-    return ops.packed_attention_forward.default(query, key, value, *rows, scale, causal, True)
+    return ops.packed_attention_forward.default(query, key, value, *rows, scale, causal, True, not index.bounded)
 
 
 def _gradients(index, *call, wanted, walk, forced):
     *saved, _, _, _, _, scale, causal = call
     walk = _walk_in_place(index, saved[2], causal) if walk is None else walk.on(index)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return *ops.packed_attention_backward.default(*saved, *walk.both, scale, causal, deterministic, True), None
+    call = *saved, *walk.both, scale, causal, deterministic, True, not index.bounded
+    return *ops.packed_attention_backward.default(*call), None
 
 
 _PackedAttention = attention_function("_PackedAttention", "block_sparse_attention", _run, _gradients)

@@ -28,7 +28,7 @@ void check_spans_of(const TileTensors& tiles, const Tensor& query, const char* n
 
 AttentionCall call_of(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& spans, int64_t layout_heads,
-    int64_t block, double scale, bool causal, bool bounded) {
+    int64_t block, double scale, bool causal, bool bounded, bool fits) {
   check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, block, kHopperBlockM);
   check_size(query, 0, 1, "query");
   check_size(key, 2, query.size(2), "key");
@@ -40,14 +40,15 @@ AttentionCall call_of(
   AttentionCall call{query, key, value, layout_heads, block, kHopperBlockM, "hopper", scale, causal, {}};
   call.spans = &spans;
   call.bounded = bounded;
+  call.fits = fits;
   return call;
 }
 
 std::tuple<Tensor, Tensor, Tensor> packed_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& spans, const Tensor& row_spans,
     const Tensor& row_lines, const Tensor& row_entries, const Tensor& row_units, const Tensor& row_cuts,
-    int64_t layout_heads, int64_t block, double scale, bool causal, bool bounded) {
-  const AttentionCall call = call_of(query, key, value, spans, layout_heads, block, scale, causal, bounded);
+    int64_t layout_heads, int64_t block, double scale, bool causal, bool bounded, bool fits) {
+  const AttentionCall call = call_of(query, key, value, spans, layout_heads, block, scale, causal, bounded, fits);
   const TileTensors tiles{row_lines, row_entries, row_units, row_cuts, nullptr, &row_spans};
   check_row_tiles(call, tiles);
   check_spans_of(tiles, query, "row_spans");
@@ -60,8 +61,8 @@ std::tuple<Tensor, Tensor, Tensor> packed_backward(
     const Tensor& column_spans, const Tensor& row_lines, const Tensor& row_entries, const Tensor& row_units,
     const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries, const Tensor& column_units,
     const Tensor& column_cuts, int64_t layout_heads, int64_t block, double scale, bool causal, bool deterministic,
-    bool bounded) {
-  const AttentionCall call = call_of(query, key, value, spans, layout_heads, block, scale, causal, bounded);
+    bool bounded, bool fits) {
+  const AttentionCall call = call_of(query, key, value, spans, layout_heads, block, scale, causal, bounded, fits);
   const TileTensors row_tiles{row_lines, row_entries, row_units, row_cuts, nullptr, &row_spans},
       column_tiles{column_lines, column_entries, column_units, column_cuts, nullptr, &column_spans};
   check_attention_backward(grad_output, grad_lse, query, output, rows, call.queries());

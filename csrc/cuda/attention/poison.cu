@@ -60,7 +60,7 @@ void poison_rows(
     const Launcher& launch, const AttentionCall& call, const TileLists& lists, int64_t length,
     std::initializer_list<const Tensor*> results, std::initializer_list<const Tensor*> aligned,
     std::initializer_list<const Tensor*> whole) {
-  if (!call.bounded) {
+  if (!call.bounded || call.fits) {
     return;
   }
   Poisoned poisoned{};
