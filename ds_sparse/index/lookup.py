@@ -125,7 +125,7 @@ def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: in
     return _of_lists.get((queries, keys, _nesting(given)), build, _LISTS, device, tensors)
 
 
-def is_built_anew(cu_seqlens: Tensor) -> bool:
+def is_built_anew(cu_seqlens: Tensor | None) -> bool:
     """Tells if the index of packed documents is built in the graph, at each call, which keeps none of it."""
     return isinstance(cu_seqlens, Tensor) and is_in_graph(cu_seqlens)
 

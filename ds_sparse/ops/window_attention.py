@@ -14,7 +14,7 @@ import torch
 from .._ops import ops
 from ..dispatch import readable
 from ..index import WindowIndex
-from ..index.lookup import index_of_window
+from ..index.lookup import index_of_window, is_built_anew
 from ..index.window_sizes import Numbers, WindowNumbers, global_numbers, of_heads
 from ..tools.wording import listed
 from ._autograd import Function, differentiable_once
@@ -103,7 +103,7 @@ def window_attention(
             (None if by_index else window_size, causal, global_tokens, dilation, scale),
         )
         known = None if like is None else _known.get(like)
-    if known is not None:
+    if known is not None and not is_built_anew(cu_seqlens):
         found: Any = window_size if known.layout is None else _index_of(known.layout, query, cu_seqlens)
         walk = known.walks.get(found)
         if walk is not None:

@@ -256,7 +256,7 @@ def test_an_index_that_was_built_before_is_taken_and_compiled(device: str):
     index = PackedIndex.build(LAYOUT, cu_seqlens_of(LENGTHS[0], "cpu"), 16, device=device)
     eager = block_sparse_attention(*given, index)
     assert torch.equal(
-        block_sparse_attention(*given, LAYOUT.to(device), block=16, cu_seqlens=cu_seqlens_of(LENGTHS[0], device)), eager
+        block_sparse_attention(*given, LAYOUT.to(device), block=16, cu_seqlens=cu_seqlens_of(LENGTHS[0], "cpu")), eager
     )
     compiled = torch.compile(lambda *qkv: block_sparse_attention(*qkv, index), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*given), eager)
