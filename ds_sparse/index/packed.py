@@ -18,7 +18,7 @@ from ..dispatch import HOPPER_TILE, tile_heights
 from ..tools.memory import refuse_too_large
 from .block import BlockIndex, as_index
 from .build import TilePlan
-from .cache import COMPARED_ON_GPU, Refusal, is_in_graph
+from .cache import COMPARED_ON_GPU, Refusal, is_in_graph, refuse_traced
 from .on_device import OnDevice
 from .tiles import SIDES, Tiles
 from .transforms import outside_transforms, outside_transforms_or_traced, unwrap_functorch
@@ -70,8 +70,14 @@ class Documents:
     @classmethod
     def read(cls, cu_seqlens: Tensor) -> Documents:
         """Reads `cu_seqlens`, int32 or int64 (documents + 1), ascending from 0 to the row's tokens, as FlashAttention
-        has it; waits for its device. Raises TypeError or ValueError for anything else."""
+        has it; waits for its device. Raises TypeError or ValueError for anything else, RuntimeError in the capture of a
+        CUDA graph."""
         check_form(cu_seqlens)
+        if is_in_graph(cu_seqlens) and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "cu_seqlens is on a GPU, and cannot be read while a CUDA graph is captured; give it on the CPU, or, to "
+                "PackedIndex.build, tokens."
+            )
         edges = unwrap_functorch("cu_seqlens", cu_seqlens).tolist()
         if edges[0] != 0 or edges[-1] < 1:
             raise ValueError(
@@ -137,7 +143,7 @@ class Borders:
         check_form(cu_seqlens)
         known, is_read = None, COMPARED_ON_GPU or (reads_cpu and cu_seqlens.is_cpu)
         if tokens is None or (is_read and not is_in_graph(cu_seqlens)):
-            Refusal("cu_seqlens cannot be read", "give tokens.", "give tokens.").check(cu_seqlens.device)
+            refuse_traced("cu_seqlens cannot be read", "give tokens.")
             known = Documents.read(cu_seqlens)
             tokens = known.tokens if tokens is None else known.check_fills(tokens).tokens
         edges = unwrap_functorch("cu_seqlens", cu_seqlens)
@@ -281,6 +287,7 @@ class PackedIndex(OnDevice):
             TypeError: arguments of other types.
             ValueError: a layout that is smaller than a document, or not square; no block, or another than that of the
                 `BlockIndex`; `cu_seqlens` that does not ascend from 0, or ends with 0; `2**31` live blocks or more.
+            RuntimeError: a graph that gives no tokens; on the CPU, with `tokens`, documents that do not fit.
             MemoryError: it is larger than the device's memory.
         """
         on = torch.device(getattr(layout, "device", "cpu") if device is None else device)

@@ -196,6 +196,16 @@ def test_documents_that_do_not_fit_are_refused_or_lost_where_nobody_reads_them(d
                 PackedIndex.build(*given, tokens=41)
 
 
+def test_a_graph_has_to_say_how_many_tokens_there_are(monkeypatch: pytest.MonkeyPatch):
+    build = torch.compile(lambda x: PackedIndex.build(layout, x).spans, backend="eager", fullgraph=True)
+    layout = BlockIndex.build(LAYOUT, 8)
+    with pytest.raises(RuntimeError, match=r"cu_seqlens cannot be read under torch\.compile; give tokens"):
+        build(CU_SEQLENS)
+    monkeypatch.setattr(packed, "is_in_graph", lambda x: True)
+    with pytest.raises(RuntimeError, match="cannot be read while a CUDA graph is captured; give .* tokens"):
+        PackedIndex.build(layout, CU_SEQLENS)
+
+
 def test_more_blocks_than_memory_holds_get_a_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "machine_memory", lambda: 1 << 30)
     documents = torch.arange(92691) * 8
