@@ -263,6 +263,17 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor column_pairs, int layout_heads, float scale, bool deterministic) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
+  // softmax(scale * query @ key^T) @ value of queries that begin at a position, offset, or offsets (1 or B), int32 or
+  // int64: query t of a sequence is at its offset + t, and sees the keys of its block row's live blocks, if causal
+  // those up to its position.   query (B, H, T, D), key and value (B, Hkv, S, D), H a multiple of Hkv, D adjacent in
+  // memory; bits uint8 (L, R, 4 * words) of a layout of at least S keys, L a divisor of H, none: all is live; keep bool
+  // (B or 1, S), false for keys that nobody sees; sinks (H) of lse's dtype, a logit a head in the softmax's denominator
+  // -> output (B, H, T, D) contiguous; lse (B, H, T) in fp32 (fp64 for fp64). A row that sees nothing is zeros, its lse
+  // -inf or the sink; one of offsets beyond the layout is NaN on CUDA.
+  m.def(
+      "decode_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bits, int block, Tensor? offsets, "
+      "int offset, bool causal, Tensor? keep, Tensor? sinks, float scale) -> (Tensor output, Tensor lse)");
+
   // Gradients for query, key and value, contiguous, from those of output and, perhaps, of lse.
   m.def(
       "token_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "

@@ -1,6 +1,7 @@
 // The kernels for the instruction set this file is compiled for; see kernels.h.
 
 #include "attention.h"
+#include "decode.h"
 #include "gemm.h"
 #include "rows.h"
 #include "token.h"
@@ -39,6 +40,7 @@ constexpr Kernels<T> table = {
     row_dots<T>,
     window_softmax_forward<T>,
     window_softmax_backward<T>,
+    decode_attention<T>,
     are_below<T>,
 };
 

@@ -1,5 +1,5 @@
-// Asked by matmul.cpp, softmax.cpp, attention.cpp, window.cpp and token.cpp of an instruction set: the arithmetic of
-// one piece of work, on one thread.
+// Asked by matmul.cpp, softmax.cpp, attention.cpp, window.cpp, token.cpp and decode.cpp of an instruction set: the
+// arithmetic of one piece of work, on one thread.
 //
 // kernels.cpp is compiled once for each instruction set, and kernels<T>() picks at run time. T is what tensors hold;
 // arithmetic is in Compute<T>. b is the block size throughout.
@@ -150,6 +150,24 @@ struct TokenBackward {
   C* grad_query;                  // (numbers of head_dim)
   Number<O>* pairs;               // (count, 2): their probabilities, and the gradients of query . key
 };
+
+// Neighbouring heads' queries of one token, and the keys that they see, in place.
+template <class T>
+struct DecodeRows {
+  using C = Compute<T>;
+
+  const T *query, *keys, *values;  // of the first head; of token 0
+  int64_t heads, query_stride, key_stride, value_stride, head_dim;
+  const int32_t* list;
+  int64_t count;
+  C scale;
+  C *output, *row_max_sums;  // (heads, head_dim up to a multiple of lanes); (heads, 2), as of TokenForward
+  C* scratch;                // decode_scratch numbers
+};
+
+inline int64_t decode_scratch(int64_t heads, int64_t padded_head_dim, int64_t padded_count) {
+  return heads * (padded_head_dim + padded_count);
+}
 
 // Scores of a row strip that kernels of attention hold at a time, where its blocks are not larger.
 constexpr int64_t attention_tile = 8192;
@@ -306,6 +324,8 @@ struct Kernels {
 
   // out = scale * probs * (grad - sum of grad * probs over the row), of `count` rows of `width` numbers.
   void (*window_softmax_backward)(const T* grad, const T* probs, int64_t count, int64_t width, double scale, T* out);
+
+  void (*decode_attention)(const DecodeRows<T>& work);
 
   // Tells if x[n] is 0 or more and below limit, for all n < count.
   bool (*are_below)(const int32_t* x, int64_t count, int32_t limit);

@@ -25,6 +25,7 @@ BLOCK_OPERATORS = (
     "block_attention_forward",
     "block_attention_backward",
     "block_attention_bias_backward",
+    "decode_attention_forward",
 )
 WINDOW_OPERATORS = (
     "window_matmul",

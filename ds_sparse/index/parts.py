@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..layout import count_live, on_cpu
+from ..layout import count_live, on_cpu, unpack_bits
 from .block import BlockIndex
+from .build import bits_of
 from .cache import Cache, Refusal
 from .master_layout import MasterLayout
 from .on_device import OnDevice
@@ -87,58 +88,51 @@ class KeysSeen(OnDevice):
         return self.token.device
 
 
-class KeyLists(NamedTuple):
-    """The key tokens that one query of each sequence sees, as operators over token pairs take lists.
-
-    Attributes:
-        offsets, columns: int32, where each list begins in `columns`, and where the last one ends.
-        sequences: those that have lists of their own, or 1.
-        spare: whether each is followed by a list of nobody, of what is left of its place.
-    """
-
-    offsets: Tensor
-    columns: Tensor
-    sequences: int
-    spare: bool
-
-
 @dataclass(frozen=True, eq=False)
-class _ListsOfRow(OnDevice):
-    """Lists of a block row for all places in a block where the tokens that count may end.
+class _Made(OnDevice):
+    """What has been made of the layout's bits."""
 
-    Attributes:
-        offsets: int32 (b, lists + 1), as of `KeyLists`, by the place of the last token.
-        columns: int32 (L * M,).
-        before: tokens of the first head that lie before that block; is_own: whether it sees the block.
-    """
-
-    offsets: Tensor
-    columns: Tensor
-    before: int
-    is_own: bool
+    tensor: Tensor
 
     @property
     def device(self) -> torch.device:
-        return self.columns.device
+        return self.tensor.device
 
 
 class Parts:
-    """The layout of a `BlockIndex` or a `MasterLayout`, on the CPU, and what has been made of its rows.
+    """The layout of a `BlockIndex` or a `MasterLayout`, and what has been made of its rows.
 
     What is made of a position that is a tensor is made on its device, which nothing waits for, and is not kept: nothing
     tells whether it has been changed. On a GPU it has the length of the longest row of all.
 
     Attributes:
-        layout: bool (L, R, C).
+        rows, columns: block rows and columns.
         block, num_heads: as of what it was made of.
     """
 
-    def __init__(self, layout: Tensor, block: int, num_heads: int):
-        self.layout, self.block, self.num_heads = layout, block, num_heads
+    def __init__(self, bits: Tensor, columns: int, block: int, num_heads: int):
+        self._bits = bits
+        self.rows, self.columns = bits.shape[1], columns
+        self.block, self.num_heads = block, num_heads
         self._kept: Cache[Any] = Cache(MOST_PARTS)
 
+    @property
+    def layout(self) -> Tensor:
+        """bool (L, R, C), on the CPU. The first call waits for the device of an index."""
+
+        def build() -> _Made:
+            return _Made(unpack_bits(self._bits, self.columns).cpu())
+
+        return self._kept.get(("layout",), build, _UNREAD, self._bits.device).tensor
+
+    def bits(self, device: torch.device) -> Tensor:
+        """The layout's bits, as of `BlockIndex`, on a device; nothing waits."""
+        if self._bits.device == device:
+            return self._bits
+        return self._kept.get(("bits", device), lambda: _Made(self._bits.to(device)), _UNLISTED, device).ready().tensor
+
     def _held(self) -> Iterator[Tensor]:
-        yield self.layout
+        yield self._bits
         yield from self._kept._held()
 
     def is_empty(self, rows: range, columns: range) -> bool:
@@ -193,68 +187,6 @@ class Parts:
         token, seen = token.flatten(2)[..., :listed], seen.flatten(3)[..., :listed]
         return KeysSeen(token.clamp(max=keys - 1).long(), seen, position, listed is not None)
 
-    def key_lists(
-        self, offset: int | Tensor, keys: int, causal: bool, keep: Tensor | None, copies: int, device: torch.device
-    ) -> KeyLists:
-        """Lists of the keys that a query at a position sees, of so many, or one of each sequence at its own.
-
-        Args:
-            offset: as of `keys_seen`.
-            keep: bool (B or 1, keys), which of them count; None for all.
-            copies: lists a sequence: L, or a number of equal ones where that is 1.
-        """
-        if isinstance(offset, Tensor) or keep is not None:
-            return self._lists_at(offset, keys, causal, keep, copies, self._table(causal, device))
-        row, (column, place) = offset // self.block, self._end(offset, keys, causal)
-
-        def build() -> _ListsOfRow:
-            return self._lists_of_row(row, column, copies, self._table(causal, device))
-
-        lists = self._kept.get(("lists", row, column, causal, copies, device), build, _UNLISTED, device).ready()
-        if len(self.layout) > 1:
-            return KeyLists(lists.offsets[place], lists.columns.clamp(max=keys - 1), 1, spare=True)
-        columns = lists.columns[: lists.before + (place + 1 if lists.is_own else 0)]
-        return KeyLists(lists.offsets[place], columns if copies == 1 else columns.repeat(copies), 1, spare=False)
-
-    def _lists_at(
-        self, offset: int | Tensor, keys: int, causal: bool, keep: Tensor | None, copies: int, table: RowTable
-    ) -> KeyLists:
-        last: int | Tensor = keys - 1
-        if isinstance(offset, Tensor):
-            token = table.tokens(table.of(offset // self.block))  # (P, L, M)
-            if causal:
-                # Beyond the keys there is no position in a layout that has no more rows.
-                last = offset if keys >= len(table.lengths) * self.block else offset.clamp(max=keys - 1)
-                last = last[:, None, None]
-        else:
-            token = self._tokens_of(offset // self.block, table)[None]
-            last = min(offset, last) if causal else last
-        seen = token <= last
-        if keep is not None:
-            shape = max(len(token), len(keep)), *token.shape[1:]
-            place = token.clamp(max=keys - 1).long().expand(shape)
-            seen = seen & keep[:, None].expand(*shape[:2], -1).gather(-1, place)
-            token = torch.where(seen, token, NO_TOKEN).sort(-1).values
-        counts = seen.sum(-1, dtype=torch.int32).expand(-1, copies)
-        offsets = _begins(counts.numel(), token.shape[-1], table.device)
-        offsets[1::2].add_(counts.flatten())
-        columns = token.clamp_(max=keys - 1).expand(-1, copies, -1).flatten()
-        return KeyLists(offsets, columns, len(token), spare=True)
-
-    def _lists_of_row(self, row: int, column: int, copies: int, table: RowTable) -> _ListsOfRow:
-        token, last = self._tokens_of(row, table), table.places + column * self.block
-        counts = (token <= last[:, None, None]).sum(-1, dtype=torch.int32)  # (b, L)
-        if len(token) == 1:
-            offsets = counts * torch.arange(copies + 1, dtype=torch.int32, device=table.device)
-        else:
-            offsets = _begins(copies, token.shape[-1], table.device).repeat(self.block, 1)
-            offsets[:, 1::2].add_(counts)
-        return _ListsOfRow(offsets, token.flatten(), *self._seen_before(row, column))
-
-    def _tokens_of(self, row: int, table: RowTable) -> Tensor:
-        """The tokens of a block row, (L, M)."""
-        return table.tokens(table.starts[row, :, : table.lengths[row]])
-
     def _end(self, offset: int, keys: int, causal: bool) -> tuple[int, int]:
         """Block column of the last token that a query may see, and the token's place in it."""
         return divmod(min(offset, keys - 1) if causal else keys - 1, self.block)
@@ -282,23 +214,17 @@ class Parts:
         return self._kept.get(("table", causal, device), build, _UNLISTED, device).ready()
 
 
-def _begins(lists: int, longest: int, device: torch.device) -> Tensor:
-    """Where lists begin that have places of one length, and the spare ones behind them if they are empty."""
-    begins = torch.arange(0, lists * longest + 1, longest, dtype=torch.int32, device=device)
-    return begins[:, None].expand(-1, 2).flatten()[:-1]
-
-
 def parts_of(layout: BlockIndex | MasterLayout) -> Parts:
-    """The parts of a layout, kept as long as it lives. The first call waits for an index's device."""
-
+    """The parts of a layout, kept as long as it lives."""
     if isinstance(layout, BlockIndex):
-        layout.for_all_sequences("Queries from an offset on are")
+        layout.for_all_sequences("Queries from an offset on are").ready()
 
     def build() -> Parts:
-        live = layout.layout if isinstance(layout, MasterLayout) else layout.layout()
-        return Parts(live.cpu(), layout.block, layout.num_heads)
+        if isinstance(layout, BlockIndex):
+            return Parts(layout.bits, layout.columns, layout.block, layout.num_heads)
+        return Parts(bits_of(layout.layout.cpu()), layout.blocks, layout.block, layout.num_heads)
 
-    return _parts.get("parts", build, _UNREAD, layout.device, [layout])
+    return _parts.get("parts", build, None if isinstance(layout, BlockIndex) else _UNREAD, layout.device, [layout])
 
 
 _parts: Cache[Parts] = Cache(MOST_PARTS)

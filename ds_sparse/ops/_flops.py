@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
@@ -19,6 +20,7 @@ from ..index.lookup import index_of_window
 from ..index.master_layout import MasterLayout
 from ..index.packing import MAX_LINES, owner_bit
 from ..index.window_sizes import WindowNumbers
+from ..layout import unpack_bits
 
 FORWARD, BACKWARD, BIAS_BACKWARD = 4, 10, 4
 """Operations of attention for each live score and number of a head."""
@@ -77,6 +79,20 @@ def attention_in_window(x: SimpleNamespace, numbers: WindowNumbers, each: int) -
 
 def _on(index: BlockIndex, query: Tensor, each: int) -> int:
     return attention_flops(query, index.live_blocks, index.layout_heads, index.block, each)
+
+
+def at_positions(x: SimpleNamespace) -> int:
+    """Few queries at positions; waits for the device."""
+    (batch, heads, tokens, depth), keys = x.query.shape, x.key.shape[2]
+    if x.bits is None:
+        return FORWARD * x.query.numel() * keys
+    columns = -(-keys // x.block)
+    offsets = [x.offset] * batch if x.offsets is None else x.offsets.expand(batch).tolist()
+    rows = (torch.tensor(offsets)[:, None] + torch.arange(tokens)).flatten() // x.block
+    seen = unpack_bits(x.bits, 8 * x.bits.shape[2])[:, rows.to(x.bits.device), :columns]
+    if x.causal:
+        seen = seen & (torch.arange(columns) <= rows[:, None]).to(seen.device)
+    return FORWARD * depth * heads * int(seen.sum()) * x.block // len(x.bits)
 
 
 def distances(x: SimpleNamespace) -> int:

@@ -19,7 +19,7 @@ from .call import AttentionCall
 from .operands import check_distance_bias, check_heads, of_flash
 from .packed_attention import documents_again, goes_by_places, packed_attention, remembered_documents
 from .packed_operands import is_packed, packed_operands
-from .query_offset import attention_at, parts_at
+from .query_offset import attention_again, attention_at, parts_at, remember_at, signature_at
 from .remembered import Remembered, signature
 
 
@@ -130,9 +130,9 @@ def block_sparse_attention(
         query_offset: the position of the first query among the keys, 0 or more, S - T while decoding; or (B,) int32 or
             int64, one a sequence. The layout's rows and `causal` count from there, and the layout may be larger than
             the tokens, as one for the longest sequence is: a tensor then comes with `block`. Up to 16 queries read the
-            keys of their block rows alone, and once the layout's rows are listed, in the first call, wait for nothing:
-            positions on a GPU are then read on it, where one outside of the layout is an assertion of PyTorch's; but
-            for `distance_bias`, and of more queries, the call waits for them.
+            keys of their block rows alone, and wait for nothing once the index is there: positions on a GPU are read on
+            it, where what one outside of the layout gives is NaN, or, with a gradient, a bias or dropout, an assertion
+            of PyTorch's; but for `distance_bias`, and of more queries, the call waits for them.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         causal: query token i sees key tokens j <= i only, inside blocks too.
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.
@@ -188,6 +188,11 @@ def block_sparse_attention(
         query, key, value, scale if known is None else known.scale, causal, key_padding_mask, attn_mask, rpe,
         distance_bias, sinks, dropout_p,
     )  # fmt: skip
+    if query_offset is not None and cu_seqlens is None and document_layout == "own":
+        like = signature_at(call, query_offset, layout, block)
+        again = None if like is None else attention_again(like, call, query_offset, layout)
+        if again is not None:
+            return again if return_lse else again[0]
     if known is not None:
         if known.layout is None:
             result = documents_again(call, known, layout, cu_seqlens, document_layout, block, return_lse)
@@ -236,6 +241,8 @@ def block_sparse_attention(
         _check_block(parts.block)
         check_heads(parts, query, key)
         output, lse = attention_at(call, offset, parts, layout.device if query.is_meta else query.device)
+        if like is not None:
+            remember_at(like, call, layout, parts)
     return (output, lse) if return_lse else output
 
 

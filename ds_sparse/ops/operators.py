@@ -193,6 +193,9 @@ OPERATORS: dict[str, Operator] = {
     "block_attention_bias_backward": Operator(
         lambda x: x.query.new_empty(x.shape, dtype=wide_dtype(x.query.dtype)), _flops.attention(_flops.BIAS_BACKWARD)
     ),
+    "decode_attention_forward": Operator(
+        lambda x: (x.query.new_empty(x.query.shape), _attention(x)[1]), _flops.at_positions
+    ),
     "block_attention_distance_backward": Operator(
         _wide("distances"),
         _flops.distances,

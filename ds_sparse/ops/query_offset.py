@@ -1,17 +1,16 @@
 """Attention of queries that begin at a later position than the keys, as while a text is generated.
 
-A new token, one query of each sequence, walks the list of its keys, as attention over token pairs does, and copies
-nothing. With a gradient, a bias, dropout or a mask of more than keys it gathers the keys and values of its block row,
-in plain PyTorch, and so do a few queries. Neither waits for the device. Many queries are padded in front to a whole
-block; where they are causal, what lies before their first block row is one call of the kernels and what begins there,
-where causality cuts, is another, unless a float is added to scores.
+A few queries, as one new token of each sequence, are one native operator, which finds the keys of their block rows in
+the layout's bits and reads them in place. With a gradient, a bias, dropout or a mask of more than keys, these keys and
+values are gathered, in plain PyTorch. Neither waits for the device. Many queries are padded in front to a whole block;
+where they are causal, what lies before their first block row is one call of the kernels and what begins there, where
+causality cuts, is another, unless a float is added to scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
 from numbers import Integral
 from typing import Any
 
@@ -23,28 +22,31 @@ from torch.nn.functional import dropout, embedding, pad
 
 from .._ops import ops
 from ..index import BlockIndex
+from ..index.block import MAX_BLOCK
 from ..index.cache import refuse_traced
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
-from ..index.parts import KeyLists, Parts, parts_of
+from ..index.parts import Parts, parts_of
 from ..index.transforms import refuse_without_values
 from ..layout import with_heads
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, results_of_nothing
 from .call import AttentionCall
 from .operands import as_added, check_distance_bias, key_bias_of, matrices, raised, wide_dtype
-from .sinks import with_sinks
+from .remembered import Remembered, Signature, Walk, signature
 
 FEW_QUERIES = 16
 """Query tokens up to which the keys of their block rows are gathered."""
 
 Offset = int | Tensor
 
+_known = Remembered()
+
 
 def parts_at(offset: Offset, layout: Any, block: int | None, call: AttentionCall) -> tuple[Offset, Parts]:
     """The position of the first query, or of each sequence's where they are not known to be equal, (1 or B,) on query's
     device, and the layout, after a check that it covers them and the keys. Positions on a GPU are read, and waited for,
-    of many queries and of a bias by distance alone; else one outside of the layout is an assertion there.
+    of many queries and of a bias by distance alone; else one outside of the layout is NaN, or an assertion there.
 
     Raises:
         TypeError: an offset that is no integer and no tensor of such.
@@ -67,7 +69,7 @@ def parts_at(offset: Offset, layout: Any, block: int | None, call: AttentionCall
     elif block is not None and block != layout.block:
         raise ValueError(f"block is {block}, and the index was built for blocks of {layout.block}; leave it out.")
     parts = parts_of(layout)
-    queries, columns = (blocks * parts.block for blocks in parts.layout.shape[1:])
+    queries, columns = parts.rows * parts.block, parts.columns * parts.block
     end = tokens if positions is None else positions.stop
     if end > queries or keys > columns:
         raise ValueError(
@@ -113,8 +115,8 @@ def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torc
     """
     if call.query.numel() == 0:
         return results_of_nothing(call)
-    if call.query.shape[2] == 1 and (cached := _caches_in_place(call)) is not None:
-        return _on_lists(call, *cached, *_lists_of(call, offset, parts))
+    if call.query.shape[2] <= FEW_QUERIES and _is_native(call):
+        return _decoded(call, parts.bits(device), parts.block, offset)
     call = call.with_wide_gradients()
     if call.query.shape[2] <= FEW_QUERIES:
         with _in_own_dtype(call.query):
@@ -125,6 +127,39 @@ def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torc
     results = [_in_blocks(call.of_sequences(slice(i, i + 1)), at, parts, device) for i, at in offsets]
     output, lse = zip(*results, strict=True)
     return torch.cat(output), torch.cat(lse)
+
+
+def signature_at(call: AttentionCall, offset: Any, layout: Any, block: int | None) -> Signature | None:
+    """What tells a call at an offset, not checked yet, from others; None where it is not remembered, as without an
+    index, and with an offset that has to be read."""
+    if not isinstance(layout, BlockIndex) or call.dropout_p or any(x is not None for x in call.biases[1:]):
+        return None
+    offsets = offset if isinstance(offset, Tensor) else None
+    if type(offset) is not int if offsets is None else offsets.is_cpu:
+        return None
+    others = call.key_padding_mask, call.sinks, offsets
+    return signature(BlockIndex, (call.query, call.key, call.value), others, (block, call.scale, call.causal))
+
+
+def remember_at(like: Signature, call: AttentionCall, layout: Any, parts: Parts) -> None:
+    """Remembers a call, which has been checked, where the native operator computes it."""
+    if call.query.numel() and call.query.shape[2] <= FEW_QUERIES and _is_native(call):
+        _known.keep(like, call.scale, None, layout, lambda: Walk(rows=(parts,)))
+
+
+def attention_again(like: Signature, call: AttentionCall, offset: Offset, layout: Any) -> tuple[Tensor, Tensor] | None:
+    """Output and lse of a call like one that is remembered, or None."""
+    known = _known.get(like)
+    walk = None if known is None else known.walks.get(layout)
+    if known is None or walk is None:
+        return None
+    (parts,) = walk.rows
+    if isinstance(offset, Tensor):
+        offset = offset.reshape(-1)
+    elif not 0 <= offset <= parts.rows * parts.block - call.query.shape[2]:
+        return None
+    layout.ready()
+    return _decoded(call._replace(scale=known.scale), parts.bits(call.device), parts.block, offset)
 
 
 def window_at(
@@ -142,11 +177,8 @@ def window_at(
         return results_of_nothing(call)[0]
     tokens, widest, device = call.query.shape[2], max(windows), call.device
     part = slice(max(0, offset - widest), offset + tokens + (0 if call.causal else widest))
-    if tokens == len(windows) == 1 and call.key_padding_mask is None and (cached := _caches_in_place(call)) is not None:
-        copies, last = call.query.shape[1] // call.key.shape[1], min(part.stop, call.key.shape[2])
-        columns = torch.arange(part.start, last, dtype=torch.int32, device=device).repeat(copies)
-        offsets = torch.arange(0, len(columns) + 1, last - part.start, dtype=torch.int32, device=device)
-        return _on_lists(call, *cached, KeyLists(offsets, columns, 1, spare=False), 1)[0]
+    if tokens == len(windows) == 1 and _is_native(call):
+        return _decoded(call.of_keys(part)._replace(causal=False), None, MAX_BLOCK, 0)[0]
     call, offset = call.of_keys(part), offset - part.start
     query, key, value = call.query, call.key, call.value
     keys = key.shape[2]
@@ -237,71 +269,29 @@ def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
     return output, torch.logaddexp(a, b).masked_fill(nothing, float("-inf"))
 
 
-def _caches_in_place(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    """Keys and values as the kernels of lists read them in place; None where these would copy all of them, or compute
-    something else than the call."""
+def _is_native(call: AttentionCall) -> bool:
+    """Tells if the native operator computes what the call asks for."""
     given = call.query, call.key, call.value, call.sinks
     padding, *others = call.biases
     if call.dropout_p or call.query.is_meta or any(x is not None for x in others):
-        return None
+        return False
     if padding is not None and padding.dtype != torch.bool:
-        return None
+        return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        return None
-    key, value = _in_place(call.key), _in_place(call.value)
-    return None if key is None or value is None else (key, value)
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given))
 
 
-def _in_place(x: Tensor) -> Tensor | None:
-    """A cache (B, H, S, D) of which rows are read in place, on the CPU the larger one of which it is the front."""
-    if isinstance(x, FakeTensor):
-        return None
-    heads, tokens, depth = x.shape[1:]
-    of_batch, of_head, of_token, of_number = x.stride()
-    line = (64 if x.is_cpu else 16) // x.element_size()
-    if of_number != 1 or depth % line or x.data_ptr() % (line * x.element_size()):
-        return None
-    if not x.is_cpu:
-        return x if of_batch % line == of_head % line == of_token % line == 0 else None
-    if x.element_size() < 4:
-        return None  # halves are copied to fp32
-    if x.is_contiguous():
-        return x
-    shape = len(x), heads, of_head // depth, depth
-    is_front = of_token == depth and of_head % depth == 0 and of_batch == heads * of_head and of_head >= tokens * depth
-    if not is_front or x.storage_offset() + prod(shape) > x.untyped_storage().nbytes() // x.element_size():
-        return None
-    return x.as_strided(shape, (of_batch, of_head, depth, 1))
-
-
-def _lists_of(call: AttentionCall, offset: Offset, parts: Parts) -> tuple[KeyLists, int]:
-    """Lists of the keys that one query of each sequence sees, and of how many heads of keys. Heads that share a key are
-    tokens there."""
-    heads, (_, key_heads, keys, _) = call.query.shape[1], call.key.shape
-    are_alike = len(parts.layout) == 1
-    keep = None if call.key_padding_mask is None else call.key_padding_mask.expand(-1, keys)
-    copies = heads // key_heads if are_alike else heads
-    return parts.key_lists(offset, keys, call.causal, keep, copies, call.device), 1 if are_alike else key_heads
-
-
-def _on_lists(
-    call: AttentionCall, key: Tensor, value: Tensor, lists: KeyLists, list_heads: int
-) -> tuple[Tensor, Tensor]:
-    """One query of each sequence, by the kernels over token pairs, which know of no masks and biases."""
-    (batch, heads, _, depth), key_heads = call.query.shape, key.shape[1]
-    query = call.query if key_heads == heads else call.query.reshape(batch, key_heads, -1, depth)
-    if lists.spare:
-        query = query.unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten(2, 3)
-    output, lse, rows = ops.token_attention_forward(
-        query, key, value, lists.offsets, lists.columns, lists.sequences, list_heads, call.scale
-    )
-    if lists.spare:
-        output, lse, rows = output[:, :, ::2].contiguous(), lse[:, :, ::2], rows[:, :, ::2]
-    if key_heads < heads:
-        output, lse, rows = (x.reshape(batch, heads, 1, *x.shape[3:]) for x in (output, lse, rows))
-    return (output, lse) if call.sinks is None else with_sinks(output, rows, call.sinks)[:2]
+def _decoded(call: AttentionCall, bits: Tensor | None, block: int, offset: Offset) -> tuple[Tensor, Tensor]:
+    """Few queries by the native operator, on the layout of these bits, or on all keys."""
+    query, key, value, scale, causal, keep, *_, sinks, _ = call
+    if keep is not None and keep.shape[1] != key.shape[2]:
+        keep = keep.expand(-1, key.shape[2])
+    if sinks is not None:
+        sinks = sinks.to(wide_dtype(query.dtype)).contiguous()
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
+    return ops.decode_attention_forward(query, key, value, bits, block, offsets, offset, causal, keep, sinks, scale)
 
 
 def _gathered(call: AttentionCall, offset: Offset, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:
