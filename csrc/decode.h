@@ -76,9 +76,6 @@ struct DecodeCall {
           std::string(name) + " has to have the numbers of a token adjacent in memory.");
     }
     check(head_dim() > 0, "query has to have numbers.");
-    check_size(value, 1, key.size(1), "value");
-    check_size(value, 2, keys(), "value");
-    check(keys() < INT32_MAX, "key has to have fewer than 2**31 tokens.");
     const auto check_heads = [&](int64_t given, const char* name) {
       check(
           given > 0 && heads() % given == 0, std::string(name) + " has " + std::to_string(given) +
@@ -86,6 +83,9 @@ struct DecodeCall {
                                                  "; they have to be a multiple.");
     };
     check_heads(key.size(1), "key");
+    check_size(value, 1, key.size(1), "value");
+    check_size(value, 2, keys(), "value");
+    check(keys() < INT32_MAX, "key has to have fewer than 2**31 tokens.");
     if (bits) {
       index::check_bits(*bits);
       check(bits->device() == query.device(), "bits has to be on the device of the other arguments.");

@@ -18,7 +18,7 @@ from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.index.parts import parts_of
 from ds_sparse.ops import query_offset
 
-OPERATORS = ("block_attention_forward", "window_attention_forward")
+OPERATORS = ("block_attention_forward", "window_attention_forward", "decode_attention_forward")
 
 BLOCK = 8
 FEW_QUERIES = 16
@@ -69,18 +69,44 @@ def test_a_new_token_of_any_dtype_and_head_size(device: str, depth: int, dtype: 
         hold(attention_case(tensors, live, 16, device, causal=True, offset=offset, wanted=()), device)
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_few_queries_on_random_layouts(device: str, seed: int):
+    rng = np.random.default_rng(seed)
+    block, rows, batch = int(rng.choice([8, 16, 64])), int(rng.integers(1, 70)), int(rng.integers(1, 4))
+    key_heads, group, tokens = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 5])), int(rng.integers(1, 9))
+    heads, depth = key_heads * group, int(rng.choice([8, 24, 64, 100, 128, 256]))
+    dtype = [torch.float32, torch.bfloat16, torch.float16][int(rng.integers(3))]
+    rows = max(rows, -(-tokens // block))
+    keys = int(rng.integers(1, rows * block + 1))
+    live = torch.rand(int(rng.choice([1, heads])), rows, rows, generator=seeded(seed)) < rng.random()
+    shapes = {"query": (batch, heads, tokens, depth)} | dict.fromkeys(("key", "value"), (batch, key_heads, keys, depth))
+    tensors = {name: random(seeded(i), *shape, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
+    if rng.random() < 0.5:
+        tensors["key_padding_mask"] = torch.rand(int(rng.choice([1, batch])), keys, generator=seeded(9)) < 0.7
+    if rng.random() < 0.5:
+        tensors["sinks"] = random(seeded(8), heads, dtype=dtype)
+    offsets = rng.integers(0, rows * block - tokens + 1, batch).tolist()
+    causal = bool(rng.random() < 0.7)
+    for offset in (offsets[0], torch.tensor(offsets, dtype=torch.int32)):
+        hold(attention_case(tensors, live, block, device, causal=causal, offset=offset, wanted=()), device)
+
+
 def given_in(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in a cache that has room for more, NaN, or with heads inside of tokens."""
+    """The same numbers in a cache that has room for more, NaN, or with heads inside of tokens, or tokens apart."""
     batch, heads, tokens, depth = x.shape
     if kind == "heads inside":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "apart":
+        room = x.new_full((batch, heads, tokens, depth + 3), math.nan)
+        room[..., 1 : depth + 1] = x
+        return room[..., 1 : depth + 1]
     room = x.new_full((batch, heads, tokens + 24, depth), math.nan)
     part = {"front": slice(0, tokens), "behind": slice(8, 8 + tokens), "end": slice(24, 24 + tokens)}[kind]
     room[:, :, part] = x
     return room[:, :, part]
 
 
-@pytest.mark.parametrize("kind", ["front", "behind", "end", "heads inside"])
+@pytest.mark.parametrize("kind", ["front", "behind", "end", "heads inside", "apart"])
 @pytest.mark.parametrize(("batch", "key_heads"), [(1, 1), (1, 2), (3, 1), (3, 2)])
 @pytest.mark.parametrize("layout_heads", [1, 2])
 def test_a_cache_may_be_a_part_of_a_larger_one(device: str, layout_heads: int, batch: int, key_heads: int, kind: str):
@@ -95,11 +121,12 @@ def test_a_cache_may_be_a_part_of_a_larger_one(device: str, layout_heads: int, b
     torch.testing.assert_close(found, expected)
 
 
-def test_a_new_token_gathers_nothing(monkeypatch):
+@pytest.mark.parametrize("tokens", [1, FEW_QUERIES])
+def test_few_queries_gather_nothing(monkeypatch, tokens: int):
     monkeypatch.delattr(query_offset, "_gathered")
     layout = BlockIndex.build(torch.ones(8, 8), 16)
-    query, cache = random(seeded(), 2, 4, 1, 16).float(), random(seeded(1), 2, 2, 128, 16).float()
-    for key, at in ((cache, 127), (cache[:, :, :81], 80), (cache, torch.tensor([3, 90]))):
+    query, cache = random(seeded(), 2, 4, tokens, 16).float(), random(seeded(1), 2, 2, 128, 16).float()
+    for key, at in ((cache, 112), (cache[:, :, :81], 65), (cache, torch.tensor([3, 90]))):
         block_sparse_attention(query, key, key, layout, query_offset=at, causal=True)
         block_sparse_attention(query, key, key, layout, query_offset=at, key_padding_mask=torch.ones(2, 1).bool())
     with torch.no_grad():
@@ -148,12 +175,13 @@ def test_nothing_waits_for_the_device_while_decoding(device: str, kind: str, bia
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_cuda_graph_decodes_at_positions_that_change(device: str, biased: bool):
+def test_a_cuda_graph_decodes_at_positions_that_change(device: str, biased: bool, tokens: int):
     if device != "cuda":
         pytest.skip("a CUDA graph is of a GPU")
     layout = BlockIndex.build((torch.rand(4, 64, 64, generator=seeded()) < 0.3).to(device), 16)
-    query, cache = torch.randn(2, 4, 1, 64, device=device), torch.randn(2, 4, 1024, 64, device=device)
+    query, cache = torch.randn(2, 4, tokens, 64, device=device), torch.randn(2, 2, 1024, 64, device=device)
     at, more = torch.tensor([700, 900], device=device), {}
     if biased:
         more["key_padding_mask"] = torch.rand(2, 1024, device=device) < 0.8
@@ -217,12 +245,13 @@ def test_a_sequence_in_pieces_is_the_sequence(device: str):
     torch.testing.assert_close(torch.cat(pieces, 2), whole)
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("kind", ["tensor", "BlockIndex", "MasterLayout"])
-def test_a_new_token_reads_the_keys_of_its_block_row_alone(device: str, kind: str):
+def test_new_tokens_read_the_keys_of_their_block_row_alone(device: str, kind: str, tokens: int):
     live = torch.zeros(64, 64, dtype=torch.bool)
     live[40, [0, 3, 40]] = True
     layout = {"tensor": live, "BlockIndex": BlockIndex.build(live, 16), "MasterLayout": MasterLayout(live[None], 16)}
-    query = torch.randn(1, 2, 1, 8, device=device)
+    query = torch.randn(1, 2, tokens, 8, device=device)
     key, value = torch.full((2, 1, 2, 655, 8), math.nan, device=device)
     for block in (0, 3, 40):
         for x in (key, value):
@@ -230,6 +259,65 @@ def test_a_new_token_reads_the_keys_of_its_block_row_alone(device: str, kind: st
             tokens.copy_(torch.randn_like(tokens))
     output = block_sparse_attention(query, key, value, layout[kind], block=16, query_offset=40 * 16 + 5, causal=True)
     assert torch.isfinite(output).all()
+
+
+def test_a_position_outside_of_the_layout(device: str):
+    """On a GPU, where nobody looks at it, it gives NaN, and others what they should."""
+    bits = BlockIndex.build(torch.ones(4, 4, device=device), 16).bits
+    query, cache = torch.randn(3, 2, 1, 16, device=device), torch.randn(3, 2, 60, 16, device=device)
+    decode = torch.ops.ds_sparse.decode_attention_forward
+
+    def at(*offsets: int) -> tuple[torch.Tensor, ...]:
+        given = torch.tensor(offsets, device=device)
+        return decode(query, cache, cache, bits, 16, given, 0, True, None, None, 0.25)
+
+    if device == "cpu":
+        for outside in (64, -1):
+            with pytest.raises(RuntimeError, match=f"offsets has {outside}, and bits has rows for 64 tokens"):
+                at(3, outside, 59)
+        return
+    for outside in (64, 1 << 40, -1):
+        for found, right in zip(at(3, outside, 59), at(3, 3, 59), strict=True):
+            assert found[1].isnan().all() and torch.equal(found[::2], right[::2])
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "sentence"),
+    [
+        (1, torch.zeros(1, 3, 60, 16), "key has 3 heads, and query 4; they have to be a multiple"),
+        (1, torch.zeros(1, 2, 60, 8), "key has size 8 in dimension 3; it has to be 16"),
+        (2, torch.zeros(1, 2, 61, 16), "value has size 61 in dimension 2; it has to be 60"),
+        (2, torch.zeros(1, 2, 60, 16).half(), "value has to have the dtype of the other operand"),
+        (1, torch.zeros(1, 2, 16, 60).mT, "key has to have the numbers of a token adjacent in memory"),
+        (3, torch.zeros(3, 4, 4).byte(), "bits has 3 heads, and query 4"),
+        (3, torch.zeros(1, 4, 3).byte(), "bits has to have whole words of 32 bits"),
+        (3, torch.zeros(1, 0, 4).byte(), "bits has to have one row at least, and a block for each of the 60 keys"),
+        (5, torch.zeros(2).int(), "offsets has to have one number, or one a sequence"),
+        (5, torch.zeros(1), "offsets has to be int32 or int64"),
+        (6, 64, "the last query is at 64, and bits has rows for 64 tokens"),
+        (6, -1, "offset has to be 0 or more and below 2.*31, got -1"),
+        (8, torch.ones(1, 59).bool(), "keep has size 59 in dimension 1; it has to be 60"),
+        (8, torch.ones(1, 60), "keep has to be bool"),
+        (9, torch.zeros(4).double(), "sinks has to be fp32, or fp64 for fp64"),
+    ],
+)
+def test_what_the_operator_refuses(place: int, given: object, sentence: str):
+    call = [torch.zeros(1, 4, 1, 16), *[torch.zeros(1, 2, 60, 16)] * 2, torch.zeros(1, 4, 4).byte(), 16]
+    call += [None, 63, True, None, None, 1.0]
+    torch.ops.ds_sparse.decode_attention_forward(*call)
+    call[place] = given
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.ds_sparse.decode_attention_forward(*call)
+
+
+def test_a_position_of_a_call_that_is_remembered_is_checked(device: str):
+    index = BlockIndex.build(torch.ones(4, 4, device=device), 16)
+    query, cache = torch.randn(1, 2, 2, 8, device=device), torch.randn(1, 2, 60, 8, device=device)
+    for _ in range(2):
+        block_sparse_attention(query, cache, cache, index, query_offset=62)
+    for offset, sentence in ((63, "the last query is at 64"), (-1, "query_offset is -1")):
+        with pytest.raises(ValueError, match=sentence):
+            block_sparse_attention(query, cache, cache, index, query_offset=offset)
 
 
 def test_padding_may_be_nan_while_decoding(device: str):

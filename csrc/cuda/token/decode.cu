@@ -345,18 +345,19 @@ __global__ void __launch_bounds__(kThreads) shares_kernel(const __grid_constant_
     // Shares without a key have no output; NaN of one is NaN of all, and is the sum of a position beyond the layout.
     const bool counts = share_sum != 0 && row_sum == row_sum;
     Numbers<S> output;
-    // Groups of lanes take turns at the shares.
+    // Groups of lanes take turns at the shares. What is not there is loaded from another place and left out, so that
+    // loads wait for nothing.
+#pragma unroll 4
     for (int first = 0; first < all.num_shares; first += S::kGroups) {
-      const int share = first + S::group();
-      const A weight = __shfl_sync(0xffffffffu, factor, share % kWarpLanes);
-      const bool is_there = __shfl_sync(0xffffffffu, counts, share % kWarpLanes) && share < all.num_shares;
-      if (is_there) {
-        const A* from = all.share_output(row, share);
-        output.for_each([&](A& x, int p, int i) {
-          const int column = S::column(p) + i;
-          x += column < all.head_dim ? weight * from[column] : A(0);
-        });
-      }
+      const int share = min(first + S::group(), all.num_shares - 1);
+      const A weight = __shfl_sync(0xffffffffu, factor, share);
+      const bool is_there = __shfl_sync(0xffffffffu, counts, share) && first + S::group() < all.num_shares;
+      const A* from = all.share_output(row, share);
+      output.for_each([&](A& x, int p, int i) {
+        const int column = S::column(p) + i;
+        const A number = column < all.head_dim ? from[column] : A(0);
+        x += is_there ? weight * number : A(0);
+      });
     }
     output.add_groups();
     store_query<S>(all, row, row / all.tokens % all.heads, output, row_max, row_sum, S::group() == 0);
