@@ -130,15 +130,19 @@ def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torc
 
 
 def signature_at(call: AttentionCall, offset: Any, layout: Any, block: int | None) -> Signature | None:
-    """What tells a call at an offset, not checked yet, from others; None where it is not remembered, as without an
-    index, and with an offset that has to be read."""
-    if not isinstance(layout, BlockIndex) or call.dropout_p or any(x is not None for x in call.biases[1:]):
+    """What tells a call at an offset, not checked yet, from others; None where it is not remembered, as with a layout
+    that may change, and with an offset that has to be read."""
+    if (
+        not isinstance(layout, BlockIndex | MasterLayout)
+        or call.dropout_p
+        or any(x is not None for x in call.biases[1:])
+    ):
         return None
     offsets = offset if isinstance(offset, Tensor) else None
     if type(offset) is not int if offsets is None else offsets.is_cpu:
         return None
-    others = call.key_padding_mask, call.sinks, offsets
-    return signature(BlockIndex, (call.query, call.key, call.value), others, (block, call.scale, call.causal))
+    operands, options = (call.query, call.key, call.value), (block, call.scale, call.causal)
+    return signature(type(layout), operands, (call.key_padding_mask, call.sinks, offsets), options)
 
 
 def remember_at(like: Signature, call: AttentionCall, layout: Any, parts: Parts) -> None:
@@ -158,7 +162,8 @@ def attention_again(like: Signature, call: AttentionCall, offset: Offset, layout
         offset = offset.reshape(-1)
     elif not 0 <= offset <= parts.rows * parts.block - call.query.shape[2]:
         return None
-    layout.ready()
+    if isinstance(layout, BlockIndex):
+        layout.ready()
     return _decoded(call._replace(scale=known.scale), parts.bits(call.device), parts.block, offset)
 
 
