@@ -222,3 +222,19 @@ def inputs(device: str, shapes: list[tuple[int, ...]], *lead: int) -> tuple[torc
     dtype = torch.float64 if device == "cpu" else torch.float32
     rng = seeded()
     return tuple(random(rng, *lead, *shape, dtype=dtype).to(device) for shape in shapes)
+
+
+def few_queries(device: str, dtype: torch.dtype) -> Callable[[], None]:
+    """Calls without gradients of queries at a position, which have an operator of their own."""
+    index = BlockIndex.build(torch.ones(1, 4, 4, device=device).tril(), 16)
+    query, cache = (x.to(dtype) for x in inputs(device, [(2, 4, 3, 24), (2, 2, 60, 24)]))
+    more = {"key_padding_mask": torch.ones(2, 60, dtype=torch.bool, device=device), "sinks": query[0, :, 0, 0]}
+    offsets = torch.tensor([20, 37], device=device)
+
+    def call() -> None:
+        with torch.no_grad():
+            block_sparse_attention(query, cache, cache, index, query_offset=40, causal=True)
+            block_sparse_attention(query, cache, cache, index, query_offset=offsets, **more)
+            window_attention(query[:, :, :1], cache, cache, 9, query_offset=40)
+
+    return call

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from public_operations import NATIVE, inputs, operations
+from public_operations import NATIVE, few_queries, inputs, operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse._ops import ops
@@ -75,6 +75,10 @@ def recorded() -> list[Call]:
             leaves = [x.to(dtype).requires_grad_() for x in inputs("cpu", operation.shapes)]
             with recorder:
                 operation.call(*leaves).sum().backward()
+    for dtype in (torch.float64, torch.float32):
+        decode = few_queries("cpu", dtype)
+        with recorder:
+            decode()
     return [(func, args) for func, args in recorder.calls if "layout_attention" not in func.name()]
 
 

@@ -11,7 +11,7 @@ import torch
 from functorch.compile import make_boxed_func
 from fuzz.operators import Recorder
 from helpers import NEEDS_COMPILER, deterministic_algorithms, random, seeded
-from public_operations import BATCH, NATIVE, Operation, inputs, operations
+from public_operations import BATCH, NATIVE, Operation, few_queries, inputs, operations
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -296,14 +296,9 @@ def recorded(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
         leaves = [x.to(dtype).requires_grad_() for x in inputs(device, shapes)]
         with recorder:
             call(*leaves).sum().backward()
-    index = BlockIndex.build(torch.ones(1, 4, 4, device=device).tril(), 16)
-    query, cache = (x.to(dtype) for x in inputs(device, [(2, 4, 3, 24), (2, 2, 60, 24)]))
-    more = {"key_padding_mask": torch.ones(2, 60, dtype=torch.bool, device=device), "sinks": query[0, :, 0, 0]}
-    with recorder, torch.no_grad():
-        block_sparse_attention(query, cache, cache, index, query_offset=40, causal=True)
-        offsets = torch.tensor([20, 57], device=device)
-        block_sparse_attention(query, cache, cache, index, query_offset=offsets, **more)
-        window_attention(query[:, :, :1], cache, cache, 9, query_offset=40)
+    decode = few_queries(device, dtype)
+    with recorder:
+        decode()
     for func, args in recorder.calls:
         given = tuple(x if isinstance(x, bool | str) else x is None for x in args)
         calls[func._opname].setdefault(given, tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
