@@ -133,6 +133,19 @@ def test_windows_count_blocks_in_attention_and_tokens_in_bands(device: str):
     assert counted(lambda *given: window_attention(*given, index), q, q, q) == (4 * 8 * scores, 10 * 8 * scores)
 
 
+@pytest.mark.parametrize(
+    ("layout", "offset", "causal", "blocks"),
+    [(LAYOUT, 20, False, 4 * 2 * 2), (LAYOUT, [0, 40], True, 4 * (1 + 2)), (PER_HEAD, 40, True, 2 * (2 + 1))],
+)
+def test_few_queries_count_the_blocks_of_their_rows(device: str, layout, offset, causal: bool, blocks: int):
+    q, cache = tensors(device, (2, 4 if layout is LAYOUT else 2, 3, 24), (2, 2, 48, 24))
+    index = BlockIndex.build(layout, 16).to(device)
+    at = offset if isinstance(offset, int) else torch.tensor(offset, device=device)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        block_sparse_attention(q, cache, cache, index, query_offset=at, causal=causal)
+    assert counter.get_total_flops() == 4 * 24 * 3 * 16 * blocks
+
+
 @pytest.mark.parametrize("lead", [(), (2,), (3, 1), (3, 2)], ids=str)
 def test_lists_of_tokens_count_their_pairs(device: str, lead: tuple[int, ...]):
     seen = torch.rand(*lead, 20, 30, generator=seeded()) < 0.3
