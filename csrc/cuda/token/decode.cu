@@ -36,22 +36,20 @@ struct CachedRows {
 
   __device__ const T* of(int64_t batch, int64_t head) const { return data + batch * batch_stride + head * head_stride; }
 
-  // A lane's part of a row of one matrix; token -1, and what is beyond the row, are zeros.
+  // A lane's part of a row of one matrix; token -1, and what is beyond the row, are zeros. by_runs: whether it is read
+  // by 16 bytes, which has to be known to the compiler where several rows are to be on their way together.
   template <class S>
-  __device__ __forceinline__ GatheredRow<S> load(const T* matrix, int token, int head_dim) const {
+  __device__ __forceinline__ GatheredRow<S> load(const T* matrix, int token, int head_dim, bool by_runs) const {
     GatheredRow<S> gathered{};
-    if (token < 0) {
-      return gathered;
-    }
     const T* row = matrix + token * token_stride;
 #pragma unroll
     for (int p = 0; p < S::kPieces; ++p) {
       const int column = S::column(p);
-      if (in_runs) {
-        if (column < head_dim) {
+      if (by_runs) {
+        if (token >= 0 && column < head_dim) {
           gathered.piece[p] = *reinterpret_cast<const uint4*>(row + column);
         }
-      } else {
+      } else if (token >= 0) {
         Run<T, kRun<T>> run;
 #pragma unroll
         for (int i = 0; i < kRun<T>; ++i) {
@@ -125,7 +123,7 @@ __device__ void store_query(
   output.store(all.output + row * all.head_dim, all.head_dim);
 }
 
-template <class S, int kHeads>
+template <class S, int kHeads, bool kInRuns>
 __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ DecodeArguments<typename S::T> all) {
   using T = typename S::T;
   using A = typename S::A;
@@ -151,7 +149,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       const T* matrix = all.queries.of(b, h < num_heads ? first_head + h : first_head);
-      query[h] = Numbers<S>(all.queries.template load<S>(matrix, static_cast<int>(token), all.head_dim));
+      query[h] =
+          Numbers<S>(all.queries.template load<S>(matrix, static_cast<int>(token), all.head_dim, all.queries.in_runs));
       row_max[h] = std::numeric_limits<A>::lowest();
       row_sum[h] = 0;
     }
@@ -218,8 +217,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
                 (int64_t{listed[(at >> all.log_block) - first_listed]} << all.log_block) | (at & (block - 1));
             tokens[u] = keep == nullptr || keep[key * all.keep_stride] ? static_cast<int>(key) : -1;
           }
-          gathered_keys[u] = all.keys.template load<S>(keys, tokens[u], all.head_dim);
-          gathered_values[u] = all.values.template load<S>(values, tokens[u], all.head_dim);
+          gathered_keys[u] = all.keys.template load<S>(keys, tokens[u], all.head_dim, kInRuns);
+          gathered_values[u] = all.values.template load<S>(values, tokens[u], all.head_dim, kInRuns);
         }
         A scores[kHeads][kTokens];
 #pragma unroll
@@ -412,7 +411,7 @@ std::tuple<Tensor, Tensor> decode_attention_forward(
     arguments.log_block = log2_of(block);
     arguments.head_dim = static_cast<int>(head_dim);
 
-    const auto run = [&]<int kHeads>() {
+    const auto run = [&]<int kHeads, bool kInRuns>() {
       arguments.units_alike = index::ceil_div(arguments.heads_alike, kHeads);
       const int64_t work = batch * tokens * (heads / arguments.heads_alike) * arguments.units_alike;
       const int64_t longest =
@@ -424,7 +423,7 @@ std::tuple<Tensor, Tensor> decode_attention_forward(
           query, {arguments.num_shares == 1 ? 0 : batch * heads * tokens * arguments.num_shares * (head_dim + 2)},
           lse_type(query));
       arguments.shares = static_cast<A*>(shares.mutable_data_ptr());
-      launch(decode_kernel<S, kHeads>, work * arguments.num_shares, kThreads, arguments);
+      launch(decode_kernel<S, kHeads, kInRuns>, work * arguments.num_shares, kThreads, arguments);
       if (arguments.num_shares == 1) {
         return;
       }
@@ -435,10 +434,12 @@ std::tuple<Tensor, Tensor> decode_attention_forward(
         launch(shares_kernel<S>, blocks, kThreads, arguments);
       }
     };
-    if (kHeadsTogether<A> == 1 || arguments.heads_alike == 1) {
-      run.template operator()<1>();
+    if (!arguments.keys.in_runs || !arguments.values.in_runs) {
+      run.template operator()<1, false>();
+    } else if (arguments.heads_alike == 1) {
+      run.template operator()<1, true>();
     } else {
-      run.template operator()<kHeadsTogether<A>>();
+      run.template operator()<kHeadsTogether<A>, true>();
     }
   });
   return {output, lse};
