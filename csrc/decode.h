@@ -72,15 +72,14 @@ struct DecodeCall {
       check_size(*x, 0, batch(), name);
       check_size(*x, 3, head_dim(), name);
       check(
-          x->stride(3) == 1 || x->size(3) == 1 || x->numel() == 0,
-          std::string(name) + " has to have the numbers of a token adjacent in memory.");
+          x->stride(3) == 1 || x->size(3) == 1 || x->numel() == 0, name,
+          " has to have the numbers of a token adjacent in memory.");
     }
     check(head_dim() > 0, "query has to have numbers.");
     const auto check_heads = [&](int64_t given, const char* name) {
       check(
-          given > 0 && heads() % given == 0, std::string(name) + " has " + std::to_string(given) +
-                                                 " heads, and query " + std::to_string(heads()) +
-                                                 "; they have to be a multiple.");
+          given > 0 && heads() % given == 0, name, " has ", given, " heads, and query ", heads(),
+          "; they have to be a multiple.");
     };
     check_heads(key.size(1), "key");
     check_size(value, 1, key.size(1), "value");
@@ -92,11 +91,9 @@ struct DecodeCall {
       check_heads(bits->size(0), "bits");
       check(
           rows() > 0 && keys() <= row_words() * 32 * block,
-          "bits has to have one row at least, and a block for each of the " + std::to_string(keys()) + " keys.");
+          "bits has to have one row at least, and a block for each of the ", keys(), " keys.");
     }
-    check(
-        offset >= 0 && offset <= INT32_MAX,
-        "offset has to be 0 or more and below 2**31, got " + std::to_string(offset) + ".");
+    check(offset >= 0 && offset <= INT32_MAX, "offset has to be 0 or more and below 2**31, got ", offset, ".");
     if (offsets) {
       check_dim(*offsets, 1, "offsets");
       check(offsets->size(0) == 1 || offsets->size(0) == batch(), "offsets has to have one number, or one a sequence.");
@@ -106,9 +103,8 @@ struct DecodeCall {
       check(offsets->device() == query.device(), "offsets has to be on the device of the other arguments.");
     } else {
       check(
-          offset + tokens() <= rows() * block, "the last query is at " + std::to_string(offset + tokens() - 1) +
-                                                   ", and bits has rows for " + std::to_string(rows() * block) +
-                                                   " tokens.");
+          offset + tokens() <= rows() * block, "the last query is at ", offset + tokens() - 1,
+          ", and bits has rows for ", rows() * block, " tokens.");
     }
     if (keep) {
       check_dim(*keep, 2, "keep");

@@ -31,9 +31,8 @@ std::vector<int64_t> positions_of(const DecodeCall& call) {
     positions[b] = given.scalar_type() == ScalarType::Long ? pointer<int64_t>(given)[b * stride]
                                                            : pointer<int32_t>(given)[b * stride];
     check(
-        positions[b] >= 0 && positions[b] <= call.rows() * call.block - call.tokens(),
-        "offsets has " + std::to_string(positions[b]) + ", and bits has rows for " +
-            std::to_string(call.rows() * call.block) + " tokens.");
+        positions[b] >= 0 && positions[b] <= call.rows() * call.block - call.tokens(), "offsets has ", positions[b],
+        ", and bits has rows for ", call.rows() * call.block, " tokens.");
   }
   return positions;
 }
@@ -99,8 +98,8 @@ std::tuple<Tensor, Tensor> decode_attention_forward(
     int64_t offset, bool causal, std::optional<Tensor> keep, std::optional<Tensor> sinks, double scale) {
   const DecodeCall call{query, key, value, bits, block, offsets, offset, causal, keep, sinks, scale};
   call.check_all();
-  Tensor output = fresh(torch::stable::new_empty(query, {call.batch(), call.heads(), call.tokens(), call.head_dim()})),
-         lse = torch::stable::new_empty(query, {call.batch(), call.heads(), call.tokens()}, lse_type(query));
+  Tensor output = fresh(empty_on(query, {call.batch(), call.heads(), call.tokens(), call.head_dim()})),
+         lse = empty_on(query, {call.batch(), call.heads(), call.tokens()}, lse_type(query));
   if (lse.numel() == 0) return {output, lse};
   for_dtype(query.scalar_type(), [&](auto* type) { run<std::remove_pointer_t<decltype(type)>>(call, output, lse); });
   return {output, lse};

@@ -370,8 +370,8 @@ std::tuple<Tensor, Tensor> decode_attention_forward(
   const DecodeCall call{query, key, value, bits, block, offsets, offset, causal, keep, sinks, scale};
   call.check_all();
   const int64_t batch = call.batch(), heads = call.heads(), tokens = call.tokens(), head_dim = call.head_dim();
-  Tensor output = torch::stable::new_empty(query, {batch, heads, tokens, head_dim}),
-         lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query));
+  Tensor output = empty_on(query, {batch, heads, tokens, head_dim}),
+         lse = empty_on(query, {batch, heads, tokens}, lse_type(query));
   if (lse.numel() == 0) {
     return {output, lse};
   }
@@ -419,7 +419,7 @@ std::tuple<Tensor, Tensor> decode_attention_forward(
       arguments.num_shares = static_cast<int>(std::min<int64_t>(
           {index::ceil_div(kDecodeThreadBlocks * launch.multiprocessors(), work),
            index::ceil_div<int64_t>(longest, kLeastShare), kMostShares}));
-      Tensor shares = torch::stable::new_empty(
+      Tensor shares = empty_on(
           query, {arguments.num_shares == 1 ? 0 : batch * heads * tokens * arguments.num_shares * (head_dim + 2)},
           lse_type(query));
       arguments.shares = static_cast<A*>(shares.mutable_data_ptr());
