@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..index.cache import memory_of
@@ -233,6 +234,8 @@ class Problem:
             index: Any = peer.call()
             blocks = index if isinstance(index, BlockIndex) else index.blocks
             live = self.live if name != WINDOWS else self.of_row(blocks.block, self.near())
+            missing = blocks.rows - live.shape[-2]  # a bounded index has blocks without tokens
+            live = pad(live, (0, missing, 0, missing))
             require(torch.equal(blocks.layout(), live), "its layout is another")
             for side in SIDES:
                 is_right = holds(self.tiles(index, side), live if side == "rows" else live.mT, blocks.block)
@@ -321,7 +324,8 @@ def from_blocks(problem: Problem) -> BlockIndex:
 
 def packed(problem: Problem, where: str) -> PackedIndex:
     """The index of a batch, `cu_seqlens` of which is on the host or on the device; that of its layout is kept."""
-    return problem.with_tiles(PackedIndex.build(problem.of_longest, problem.cu_seqlens[where], BLOCK))
+    tokens = problem.case.seq_len if where == "device" else None
+    return problem.with_tiles(PackedIndex.build(problem.of_longest, problem.cu_seqlens[where], BLOCK, tokens=tokens))
 
 
 def windows(problem: Problem) -> WindowIndex:
