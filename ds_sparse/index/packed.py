@@ -455,12 +455,12 @@ class PackedIndex(OnDevice):
         size = len(self.spans), self.block, self.num_heads
         if self.lost is None:
             return BlockIndex._of_bits(self._bits(cut), *size)
-        return BlockIndex._bounded(self._bits(cut), *size, 1, self.capacity[cut], False if cut else None, self.lost)
+        return BlockIndex._bounded(self._bits(cut), *size, 1, self.capacity[int(cut)], False if cut else None, self.lost)
 
     @outside_transforms_or_traced
     def _make_tiles(self, tile: int, cut: bool) -> dict[str, Tiles]:
         plan = TilePlan.of(self._bits(cut), len(self.spans), self.block, [tile], bounded=True)
-        made = plan.fill(len(plan.bits), [self.capacity[cut]], self.lost)
+        made = plan.fill(len(plan.bits), [self.capacity[int(cut)]], self.lost)
         return {side: tiles for (side, _), tiles in made.items()}
 
     @outside_transforms_or_traced

@@ -121,7 +121,7 @@ class Parts:
         """bool (L, R, C), on the CPU. The first call waits for the device of an index."""
 
         def build() -> _Made:
-            return _Made(unpack_bits(self._bits, self.columns).cpu())
+            return _Made(unpack_bits(self._bits.cpu(), self.columns))
 
         return self._kept.get(("layout",), build, _UNREAD, self._bits.device).tensor
 
