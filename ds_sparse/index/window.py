@@ -206,7 +206,7 @@ def index_of_row(
     of_row = index_of_square(layout, block, tokens, "a row").ready()
     ranges, lost = borders.row_blocks(of_row.block, tokens)
     bits = ops.index_bits_of_documents(sent_to(of_row.bits, device), ranges, False, causal)
-    capacity = live_in_square(of_row, len(ranges))[causal]
+    capacity = live_in_square(of_row, len(ranges))[int(causal)]
     blocks = BlockIndex._bounded(
         bits, len(ranges), of_row.block, of_row.num_heads, 1, capacity, False if causal else None, lost
     )

@@ -112,7 +112,7 @@ def test_a_graph_repeats_what_waits_for_nothing(kind):
     for name in KINDS[kind][:-1]:  # what is compiled of others can take minutes
         peer = OPERATION.peers[name](problem)
         problem.verify(name, peer)
-        assert bool(peer.no_backward) == (name == index.EXACT or kind == "documents")
+        assert bool(peer.no_backward) == (name in (index.EXACT, index.PACKED, index.WINDOWS))
         if not peer.no_backward:
             peer.call.graph.replay()
             problem.verify(name, Peer(lambda peer=peer: peer.call.kept))
