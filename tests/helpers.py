@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 from unittest import mock
 
 import pytest
@@ -31,6 +32,32 @@ OPERAND_VIEWS = (*VIEWS, "tokens_first", "packed")
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler"
 )
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Has what waits for the GPU raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A CUDA graph of a step, and the step's result, which each replay writes anew; after a step without it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result
 
 
 def without_launcher() -> dict[str, str]:

@@ -455,7 +455,9 @@ class PackedIndex(OnDevice):
         size = len(self.spans), self.block, self.num_heads
         if self.lost is None:
             return BlockIndex._of_bits(self._bits(cut), *size)
-        return BlockIndex._bounded(self._bits(cut), *size, 1, self.capacity[int(cut)], False if cut else None, self.lost)
+        return BlockIndex._bounded(
+            self._bits(cut), *size, 1, self.capacity[int(cut)], False if cut else None, self.lost
+        )
 
     @outside_transforms_or_traced
     def _make_tiles(self, tile: int, cut: bool) -> dict[str, Tiles]:

@@ -16,10 +16,12 @@ from fuzz.meanings import Tensors
 from helpers import (
     DTYPES,
     as_view,
+    captured,
     deterministic_algorithms,
     is_hopper,
     leaf,
     needs_gpu_memory,
+    nothing_waits,
     random,
     seeded,
 )
@@ -627,11 +629,8 @@ def test_nothing_waits_for_the_device_once_the_index_is_built(device: str):
             torch.autograd.grad((output.sum(), lse.sum()), [*inputs.values(), rpe])
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -645,14 +644,7 @@ def test_dropout_captured_in_a_cuda_graph_is_another_one_each_time(device: str):
         output = block_sparse_attention(*inputs, index, dropout_p=0.4)
         return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    graph, results = captured(run)
     outputs = []
     for _ in range(2):
         graph.replay()

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import EXAMPLES, generator, gradients, leaf, random
+from helpers import EXAMPLES, captured, generator, gradients, leaf, nothing_waits, random
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -204,19 +204,10 @@ def test_building_and_attending_waits_for_nothing_and_a_cuda_graph_repeats_it(de
         output = block_sparse_attention(query, key, value, index, causal=True)
         return output, torch.autograd.grad(output, query, grad)[0]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    step()
+    with nothing_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for seed in range(3):
         scores.copy_(torch.rand(2, 4, 16, 16, generator=torch.Generator().manual_seed(seed)))
         graph.replay()

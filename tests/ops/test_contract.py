@@ -10,7 +10,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from fuzz.operators import Recorder
-from helpers import NEEDS_COMPILER, deterministic_algorithms, random, seeded
+from helpers import NEEDS_COMPILER, captured, deterministic_algorithms, nothing_waits, random, seeded
 from public_operations import BATCH, NATIVE, Operation, few_queries, inputs, operations
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -351,19 +351,10 @@ def test_nothing_waits_for_the_device_and_a_cuda_graph_repeats_it(device: str, n
             result = operation.call(*leaves)
             return [result.detach(), *torch.autograd.grad(result, leaves, torch.ones_like(result))]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    run()
+    with nothing_waits():
         run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    graph, results = captured(run)
     for seed in (1, 2):
         with torch.no_grad():
             for x in leaves:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from fuzz.blocks import packed_case
 from fuzz.compare import hold
 from fuzz.documents import Documents
-from helpers import DTYPES, is_hopper, poisoned_memory, random, seeded
+from helpers import DTYPES, captured, is_hopper, nothing_waits, poisoned_memory, random, seeded
 
 from ds_sparse import (
     BlockIndex,
@@ -167,12 +168,9 @@ def test_nothing_waits_for_a_new_batch(device: str, of_row: str, causal: bool):
     batches = [cu_seqlens_of(lengths, on) for on in (*of_cpu, device) for lengths in BORDERS]
     attention_and_gradients(attend, given, batches[0])
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for cu_seqlens in batches[1:]:
             attention_and_gradients(attend, given, cu_seqlens)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @in_each_way
@@ -184,13 +182,7 @@ def test_a_cuda_graph_is_repeated_with_other_borders(device: str, of_row: str, c
     given = operands(device, dtype=torch.bfloat16 if head_dim == 64 else torch.float32, head_dim=head_dim)
     attend = attentions(causal, *layouts(device), of_row)
     cu_seqlens = cu_seqlens_of(BORDERS[0], device)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        attention_and_gradients(attend, given, cu_seqlens)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = attention_and_gradients(attend, given, cu_seqlens)
+    graph, found = captured(partial(attention_and_gradients, attend, given, cu_seqlens))
     wrong = [(0, 300, 200, 331, 331, 331, 331), (0, 0, 0, 0, 0, 200, 330), (7, 100, 100, 200, 300, 331, 331)]
     wrong += [(0, 331, 331, 331, 331, 331, 331)] if of_row == "own" else []  # longer than the layout
     for lengths in (*BORDERS, wrong, BORDERS[0]):

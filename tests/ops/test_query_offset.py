@@ -9,7 +9,7 @@ import pytest
 import torch
 from fuzz.blocks import attention_case
 from fuzz.compare import hold
-from helpers import CountedOperators, leaf, random, seeded
+from helpers import CountedOperators, captured, leaf, nothing_waits, random, seeded
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import ds_sparse
@@ -166,12 +166,9 @@ def test_nothing_waits_for_the_device_while_decoding(device: str, kind: str, bia
         at.add_(1)
 
     step(0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for i in range(1, 40):
             step(i)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -189,14 +186,7 @@ def test_a_cuda_graph_decodes_at_positions_that_change(device: str, biased: bool
     def step() -> torch.Tensor:
         return block_sparse_attention(query, cache, cache, layout, query_offset=at, causal=True, **more)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = step()
+    graph, output = captured(step)
     for _ in range(3):
         at.add_(37)
         graph.replay()
