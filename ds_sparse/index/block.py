@@ -578,7 +578,8 @@ class BlockIndex(OnDevice):
         bits = self.bits.to(device)
         if self.bounded:
             lost = None if self._lost is None else self._lost.to(device)
-            return replace(self, bits=bits, _made={}, _lost=lost)
+            moved = replace(self, bits=bits, _made={}, _lost=lost)
+            return moved.with_tiles() if any(isinstance(made, Tiles) for made in self._made.values()) else moved
         if device.type == "cuda":
             moved = self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
         else:

@@ -18,7 +18,7 @@ from ..dispatch import HOPPER_TILE, tile_heights
 from ..tools.memory import refuse_too_large
 from .block import BlockIndex, as_index
 from .build import TilePlan
-from .cache import COMPARED_ON_GPU, Refusal, is_in_graph, refuse_traced
+from .cache import COMPARED_ON_GPU, Refusal, is_capturing, is_in_graph, refuse_traced
 from .on_device import OnDevice
 from .tiles import SIDES, Tiles
 from .transforms import outside_transforms, outside_transforms_or_traced, unwrap_functorch
@@ -36,7 +36,13 @@ def check_document_layout(document_layout: str) -> None:
 
 
 def sent_to(x: Tensor, device: torch.device) -> Tensor:
-    """x on a device; from the CPU to a GPU nobody waits."""
+    """x on a device; from the CPU to a GPU nobody waits. Raises RuntimeError where a CUDA graph, which is being
+    captured, would repeat the copy from memory of the host that is gone by then."""
+    if x.is_cpu and device.type == "cuda" and is_capturing():
+        raise RuntimeError(
+            "The index of packed documents is built while a CUDA graph is captured, and what it is made of is on the "
+            "CPU; give cu_seqlens and the layout on the GPU."
+        )
     if x.is_cpu and device.type == "cuda" and not torch.compiler.is_compiling():
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
@@ -155,7 +161,8 @@ class Borders:
         """The blocks of the documents, the last of each perhaps short; at most as many, where nobody has read them."""
         if self.known is not None:
             return sum(self.known.counts(block))
-        return (self.tokens + (len(self.edges) - 1) * (block - 1)) // block
+        documents = min(len(self.edges) - 1, self.tokens)  # others have no tokens
+        return (self.tokens + documents * (block - 1)) // block
 
     def own_blocks(self, block: int, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Blocks of documents that have up to `most` blocks: their first tokens and numbers of tokens, int32 (N, 2);
@@ -290,6 +297,8 @@ class PackedIndex(OnDevice):
             RuntimeError: a graph that gives no tokens; on the CPU, with `tokens`, documents that do not fit.
             MemoryError: it is larger than the device's memory.
         """
+        if isinstance(tokens, bool) or not (tokens is None or (isinstance(tokens, int) and tokens > 0)):
+            raise ValueError(f"tokens is {tokens!r}; it has to be an integer of 1 or more, the tokens of the row.")
         on = torch.device(getattr(layout, "device", "cpu") if device is None else device)
         borders = Borders.of(cu_seqlens, tokens, on, reads_cpu=False)
         longest = 1 if borders.known is None else max(borders.known.lengths)
@@ -309,7 +318,8 @@ class PackedIndex(OnDevice):
             capacity = sum(of_all[n] for n in counts), sum(not_ahead[n] for n in counts)
         if capacity[0] >= 2**31:
             raise ValueError(
-                f"The layout has {capacity[0]} live blocks; the index holds fewer than 2**31. Use a larger block."
+                f"The layout has {'up to ' * (borders.known is None)}{capacity[0]} live blocks for such documents; the "
+                "index holds fewer than 2**31. Use a larger block."
             )
         spans, ranges, lost = borders.own_blocks(block, of_one.rows)
         return cls(
@@ -384,7 +394,7 @@ class PackedIndex(OnDevice):
         Returns:
             The index itself.
         """
-        self.causal_blocks(causal)
+        self.causal_blocks(causal).with_tiles()
         _ = self._places
         if HOPPER_TILE in tile_heights("block_sparse_attention", self.device, self.block):
             self.tile_spans("rows", HOPPER_TILE, causal)

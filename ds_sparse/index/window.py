@@ -16,7 +16,7 @@ from ..tools.block_sizes import BLOCK_SIZES
 from ..tools.memory import refuse_too_large
 from ..tools.wording import listed
 from .block import BlockIndex
-from .cache import is_in_graph
+from .cache import is_in_graph, refuse_traced
 from .on_device import OnDevice
 from .packed import Borders, Documents, index_of_square, live_in_square, sent_to
 from .transforms import outside_transforms_or_traced, while_traced
@@ -127,12 +127,15 @@ class WindowIndex(OnDevice):
                 "Both cu_seqlens and global_tokens are given, and global tokens see all documents; leave one out, or "
                 "use a layout with global blocks, which each document has of its own."
             )
+        if cu_seqlens is None or max(dilations) > 1:
+            instead = "build it before, or give cu_seqlens and no dilation."
+            refuse_traced("The index of a window cannot be built", instead)
         # No window reaches further than the sequence, and no product overflows.
         windows, dilations = ([min(n, tokens) for n in numbers] for numbers in (windows, dilations))
         if len(set(windows)) == len(set(dilations)) == 1:
             windows, dilations = windows[:1], dilations[:1]
         if not global_tokens and max(dilations) == 1:
-            edges = torch.tensor([0, tokens]) if cu_seqlens is None else cu_seqlens
+            edges = torch.tensor([0, tokens], device="cpu") if cu_seqlens is None else cu_seqlens
             borders = Borders.of(edges, tokens, torch.device(device))
             ranges = [borders.row_blocks(block, window) for window in windows]
             bits = torch.cat([ops.index_bits_of_documents(None, x, False, causal) for x, _ in ranges])
@@ -210,6 +213,7 @@ def index_of_row(
     blocks = BlockIndex._bounded(
         bits, len(ranges), of_row.block, of_row.num_heads, 1, capacity, False if causal else None, lost
     )
+    blocks = blocks if is_in_graph(bits) else blocks.with_tiles()
     return WindowIndex(tokens, causal, of_row.num_heads, blocks, borders.limits([tokens]))
 
 

@@ -55,7 +55,8 @@ def test_all_of_it_is_as_composed_of_pytorchs_operations(
     expected = expected.tril() if causal else expected
     ranges = torch.stack([begin, end])
     if bounded:
-        more = int(lengths.sum() + len(lengths) * (block - 1)) // block - len(document)
+        most = min(len(lengths), int(lengths.sum()))
+        more = (int(lengths.sum()) + most * (block - 1)) // block - len(document)
         spans, ranges, expected = pad(spans, (0, more)), pad(ranges, (0, more)), pad(expected, (0, more, 0, more))
 
     given = (cu_seqlens if wide else cu_seqlens.int()).to(device)
@@ -160,6 +161,20 @@ def test_a_bounded_index_says_how_large_it_is_at_most(device: str):
     assert index.to("cpu").lost.device.type == "cpu"
 
 
+def test_documents_that_are_more_than_tokens_take_no_space(device: str):
+    cu_seqlens = torch.cat([torch.arange(4), torch.full((1000,), 3)]).to(device)
+    index = PackedIndex.build(LAYOUT.to(device), cu_seqlens, 8, tokens=3)
+    assert len(index.spans) == 3 and index.documents == 1003 and index.live_blocks == (3, 3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_prepared_bounded_index_has_all_that_attention_walks(device: str, causal: bool):
+    index = PackedIndex.build(LAYOUT.to(device), CU_SEQLENS.to(device), 8, tokens=41).prepared(causal)
+    moved = index_of_row(torch.ones(6, 6, dtype=torch.bool), CU_SEQLENS, 8, 41, causal, torch.device(device)).to("cpu")
+    for blocks in (index.causal_blocks(causal), moved.blocks):
+        assert {key[0] for key in blocks._made if isinstance(key, tuple)} == set(SIDES)
+
+
 def test_heads_of_a_layout_are_kept_and_those_of_a_block_index():
     layout = torch.stack([LAYOUT, LAYOUT.mT])
     expected = PackedIndex.build(layout, CU_SEQLENS, block=8)
@@ -229,6 +244,7 @@ def test_more_blocks_than_memory_holds_get_a_sentence(monkeypatch: pytest.Monkey
         ({"block": 7}, ValueError, "block is 7"),
         ({"layout": BlockIndex.build(LAYOUT, 16)}, ValueError, "block is 8, and the index was built for blocks of 16"),
         ({"layout": LAYOUT.int() * 2}, ValueError, "holds only 0 and 1"),
+        *(({"tokens": x}, ValueError, "tokens is .* integer of 1 or more") for x in (0, True, "a", 41.0)),
     ],
 )
 def test_what_does_not_fit_is_refused(changed: dict, error: type[Exception], sentence: str):

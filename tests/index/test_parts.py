@@ -56,36 +56,10 @@ def test_keys_are_listed_that_a_query_sees_and_no_others_are_seen(
     assert not seen.all_read or seen.seen.all()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads", "copies"), [(1, 1), (1, 3), (2, 2)])
-@pytest.mark.parametrize("keys", [1, 21, 40])
-@pytest.mark.parametrize("sequences", [None, 1, 2])
-def test_lists_of_a_query_have_the_keys_that_it_sees(
-    sequences: int | None, keys: int, heads: int, copies: int, causal: bool
-):
-    live = LIVE[:heads]
-    parts = parts_of(BlockIndex.build(live, 8))
-    for offsets in [*((at,) for at in range(0, 48, 3)), (30, 5), (44, 0), (3, 47)]:
-        keep = torch.rand(max(len(offsets), sequences or 1), keys, generator=torch.Generator().manual_seed(1)) < 0.6
-        keep = keep if sequences else None
-        lists = parts.key_lists(position(offsets), keys, causal, keep, copies, CPU)
-        assert lists.sequences == max(len(offsets), sequences or 1)
-        assert lists.columns.dtype == lists.offsets.dtype == torch.int32 and (lists.columns < keys).all()
-        assert lists.offsets[-1] == len(lists.columns)
-        found = lists.columns.tensor_split(lists.offsets[1:-1].tolist())
-        found = iter([x.tolist() for x in found][:: 1 + lists.spare])
-        for place in range(lists.sequences):
-            mask = seen_by(live, offsets[place % len(offsets)], keys, causal)[:, 0]
-            mask = mask if keep is None else mask & keep[place]
-            for copy in range(copies):
-                assert next(found) == mask[min(copy, heads - 1)].nonzero()[:, 0].tolist()
-
-
 def test_what_is_kept_of_a_long_text_is_bounded():
     parts = parts_of(BlockIndex.build(torch.ones(64, 64, dtype=torch.bool), 8))
     for offset in range(500):
         parts.keys_seen(offset, 1, offset + 1, True, CPU)
-        parts.key_lists(offset, offset + 1, True, None, 1, CPU)
     assert len(parts._kept) == MOST_PARTS
 
 
@@ -93,5 +67,5 @@ def test_the_lists_of_all_rows_are_made_once():
     parts = parts_of(BlockIndex.build(torch.ones(128, 128, dtype=torch.bool), 8))
     table = parts._table(True, CPU)
     for offset in range(0, 1024, 4):
-        parts.key_lists(offset, 1024, True, None, 1, CPU)
+        parts.keys_seen(offset, 1, 1024, True, CPU)
     assert parts._table(True, CPU) is table

@@ -179,6 +179,9 @@ def positions_of(model: nn.Module, given: Mapping[str, Any], cu_seqlens: torch.T
     rows, tokens = rows_and_tokens(given)
     places, begins = torch.arange(rows * tokens, device=cu_seqlens.device), cu_seqlens.long()
     positions = places - begins[torch.searchsorted(begins, places, right=True) - 1] + first
+    if is_in_graph(cu_seqlens):
+        # Nobody has read where documents begin: of what is wrong with it attention makes NaN, and not the table an end.
+        positions = positions.clamp(first, None if table is None else table.num_embeddings - 1)
     return positions.view(rows, tokens).to(ids_of(given).device)
 
 
