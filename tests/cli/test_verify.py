@@ -21,7 +21,14 @@ class Spoiled:
 
     def __getattr__(self, name):
         operator = getattr(self._ops, name)
-        return operator if name != self._name else lambda *call: self._spoil(operator(*call))
+        if name != self._name:
+            return operator
+
+        def run(*call):
+            return self._spoil(operator(*call))
+
+        run.default = run  # operators are called by their overload, too
+        return run
 
 
 def spoiled(monkeypatch, module, name, spoil) -> None:
