@@ -256,13 +256,13 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of a checked call. walk: that of one which is remembered."""
     operands, depth = [as_4d(x) for x in (q, k, v)], v.shape[-1]
+    in_tiles = _runs_in_tiles(index, q, v) if walk is None else walk.function is _TiledAttention
     if walk is None:
-        function = _function_of(index, q, v)
-        apply = function.apply
+        apply = _TiledAttention.apply if in_tiles else _Attention.apply
     else:
-        function, apply = walk.function, walk.apply
+        apply = walk.apply
         index.ready()
-    if function is _Attention:
+    if not in_tiles:
         output, lse, _ = apply(*operands, *[None] * 5, index, walk, (scale,))
     else:
         operands = operands if walk is not None and walk.in_place else [readable(x) for x in operands]
@@ -274,8 +274,12 @@ def _attend(
     return output, lse
 
 
+def _runs_in_tiles(index: TokenIndex, q: Tensor, v: Tensor) -> bool:
+    return choose("sparse_attn", call_on_pairs(index, q, v)).tiles is not None
+
+
 def _function_of(index: TokenIndex, q: Tensor, v: Tensor) -> type[Function]:
-    return _Attention if choose("sparse_attn", call_on_pairs(index, q, v)).tiles is None else _TiledAttention
+    return _TiledAttention if _runs_in_tiles(index, q, v) else _Attention
 
 
 def _found_index(values: Any, offsets: Any, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, layout: str) -> Any:
