@@ -416,8 +416,9 @@ std::tuple<Tensor, Tensor> decode_attention_forward(
       const int64_t work = batch * tokens * (heads / arguments.heads_alike) * arguments.units_alike;
       const int64_t longest =
           std::max<int64_t>(1, offsets || !causal ? call.keys() : std::min(call.keys(), offset + tokens));
+      // One wave of thread blocks at most: a second one would wait for the first.
       arguments.num_shares = static_cast<int>(std::min<int64_t>(
-          {index::ceil_div(kDecodeThreadBlocks * launch.multiprocessors(), work),
+          {std::max<int64_t>(1, kDecodeThreadBlocks * launch.multiprocessors() / work),
            index::ceil_div<int64_t>(longest, kLeastShare), kMostShares}));
       Tensor shares = empty_on(
           query, {arguments.num_shares == 1 ? 0 : batch * heads * tokens * arguments.num_shares * (head_dim + 2)},

@@ -25,10 +25,10 @@ constexpr int kBackwardThreadBlocks = sizeof(C) == 8 ? 3 : 4;
 // Of queries among cached keys: heads that a thread block does together, the blocks that it lists at a time, the tokens
 // of a share at least, the shares of a query at most, and the thread blocks of a multiprocessor that shares make.
 template <class C>
-constexpr int kHeadsTogether = sizeof(C) == 8 ? 1 : 4;
+constexpr int kHeadsTogether = sizeof(C) == 8 ? 1 : 2;
 constexpr int kListedBlocks = 1024;
 constexpr int64_t kLeastShare = 64;
 constexpr int64_t kMostShares = 32;
-constexpr int64_t kDecodeThreadBlocks = 4;
+constexpr int64_t kDecodeThreadBlocks = 3;
 
 }  // namespace ds_sparse::token
