@@ -15,6 +15,17 @@ struct WindowTensors {
   int64_t num_global;
 };
 
+// Blocks of keys that queries have chosen for themselves, rows_of_token rows of them a token; library.cpp.
+struct ChosenTensors {
+  const Tensor& bits;
+  int64_t rows_of_token;
+  const std::optional<Tensor>& offsets;
+  int64_t offset;
+};
+
+// Tokens of a block row whose queries have chosen: rows of a warp's tile.
+constexpr int64_t kChosenRowBlock = 16;
+
 // Schemas and shapes: library.cpp.
 struct AttentionCall {
   const Tensor &query, &key, &value;
@@ -25,6 +36,7 @@ struct AttentionCall {
   std::optional<Tensor> key_bias, rpe = {}, attn_mask = {}, dropout_seed = {};
   double dropout_p = 0;
   std::optional<WindowTensors> window = {};
+  std::optional<ChosenTensors> chosen = {};
   // Packed documents: int32 (N, 2), the first token of each block, and its number of tokens.
   const Tensor* spans = nullptr;
   // Tiles were made without waiting for their number, and some may have had no space; see index_fill.
@@ -34,6 +46,8 @@ struct AttentionCall {
   // Each sequence has a layout of its own.
   bool by_sequence = false;
 
+  // Tokens of a block row; `block` is those of a block column.
+  int64_t row_block() const { return chosen ? kChosenRowBlock : block; }
   // Tokens as kernels count them: aligned to whole blocks.
   int64_t queries() const { return spans ? spans->size(0) * block : query.size(2); }
   int64_t keys() const { return spans ? spans->size(0) * block : key.size(2); }
@@ -61,8 +75,8 @@ struct AttentionResults {
 
 inline void check_row_tiles(const AttentionCall& call, const TileTensors& rows) {
   check_tiles(
-      rows.lines, rows.entries, rows.units, rows.cuts, call.queries(), call.query, call.all_layout_heads(), call.block,
-      call.tile, call.bounded);
+      rows.lines, rows.entries, rows.units, rows.cuts, call.queries(), call.query, call.all_layout_heads(),
+      call.row_block(), call.tile, call.bounded);
 }
 
 inline void check_column_tiles(const AttentionCall& call, const TileTensors& columns) {

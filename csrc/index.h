@@ -191,8 +191,10 @@ constexpr void limits_of(
 // One side of a layout, and where a plan has what belongs to it, in int32s.
 struct Side {
   bool of_rows;
+  bool ordered;  // lines have an order of their own; else they stay where they are
   int lines, others, words;
-  int height, padded;  // lines of the highest tiles; lines as these fill them
+  int height, padded;              // lines of the highest tiles; lines as these fill them
+  int64_t block, block_of_others;  // tokens of a line, and of one of the others
   int64_t bits, hashes, counts, first_alike, medians, order;
 };
 
@@ -219,8 +221,8 @@ constexpr int64_t kHeader = sizeof(Header) / sizeof(int64_t);
 
 struct Plan {
   int heads, rows, columns, num_sides, num_sets;
-  int64_t block, size;  // of memory, in int32s
-  bool bounded;         // parts are bounded, as nobody waits for counts
+  int64_t size;  // of memory, in int32s
+  bool bounded;  // parts are bounded, as nobody waits for counts
   Side sides[2];
   TileSet sets[kMaxSets];
 
@@ -235,7 +237,7 @@ struct Plan {
     return sum;
   }
   constexpr int64_t stretches(int set, int64_t all_entries) const {
-    return sets[set].in_turns ? stretches_of(all_entries, all_tiles(), block) : 1;
+    return sets[set].in_turns ? stretches_of(all_entries, all_tiles(), sides[sets[set].side].block_of_others) : 1;
   }
 };
 
@@ -305,12 +307,15 @@ inline void check_tile_spans(const Tensor& spans, const Tensor& lines, const Ten
   check_list(entries, spans, "entries");
 }
 
-// bits: uint8 (L, R, 4 * words of columns). tiles: one or two heights in tokens, ascending.
+// bits: uint8 (L, R, 4 * words of columns). tiles: one or two heights in tokens, ascending. row_block: tokens of a
+// block row where they are not those of a block column; then rows, which may be many and are what a model chose, stay
+// in their order.
 inline Plan plan_of(
     const Tensor& bits, int64_t columns, int64_t block, const std::vector<int64_t>& tiles, bool of_rows,
-    bool of_columns, bool bounded) {
+    bool of_columns, bool bounded, const std::optional<int64_t>& row_block) {
   check_bits(bits);
   check_block(block);
+  if (row_block) check_block(*row_block);
   check(columns > 0, "columns has to be 1 or more, got ", columns, ".");
   check_size(bits, 2, 4 * words_of(columns), "bits");
   check(bits.size(0) > 0 && bits.size(1) > 0, "bits has to have one head and one row at least.");
@@ -325,7 +330,6 @@ inline Plan plan_of(
   plan.heads = static_cast<int>(bits.size(0));
   plan.rows = static_cast<int>(bits.size(1));
   plan.columns = static_cast<int>(columns);
-  plan.block = block;
   plan.bounded = bounded;
   const auto take = [&](int64_t count) {
     const int64_t at = plan.size;
@@ -339,14 +343,16 @@ inline Plan plan_of(
     side.lines = rows ? plan.rows : plan.columns;
     side.others = rows ? plan.columns : plan.rows;
     side.words = words_of(side.others);
+    side.block = rows ? row_block.value_or(block) : block;
+    side.block_of_others = rows ? block : row_block.value_or(block);
     side.bits = rows ? 0 : take(int64_t{side.lines} * side.words);
     for (int64_t tile : tiles) {
       check(
-          tile > 0 && (tile & (tile - 1)) == 0 && tile <= kMaxLines * block,
+          tile > 0 && (tile & (tile - 1)) == 0 && tile <= kMaxLines * side.block,
           "tile has to be a power of two and at most 8 blocks, got ", tile, ".");
       TileSet& set = plan.sets[plan.num_sets++];
       set.side = plan.num_sides;
-      set.height = static_cast<int>(std::max<int64_t>(1, tile / block));
+      set.height = static_cast<int>(std::max<int64_t>(1, tile / side.block));
       check(set.height >= side.height, "tiles has to ascend.");
       side.height = set.height;
       set.tiles = ceil_div(side.lines, set.height);
@@ -360,7 +366,8 @@ inline Plan plan_of(
       set.cuts = take(3 * int64_t{set.most_cuts});
     }
     side.padded = ceil_div(side.lines, side.height) * side.height;
-    if (side.height > 1) {
+    side.ordered = side.height > 1 && !(rows && row_block);
+    if (side.ordered) {
       side.hashes = take(2 * int64_t{side.lines});
       side.counts = take(side.lines);
       side.first_alike = take(side.lines);

@@ -76,11 +76,12 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def("index_tile_spans(Tensor spans, Tensor lines, Tensor entries) -> Tensor");
 
   // Which lines share a tile, for one or two heights of tiles, ascending, and how long their lists are; nothing waits.
-  // bounded: long lists are cut into fewer parts, as there is space for so many alone.
+  // bounded: long lists are cut into fewer parts, as there is space for so many alone. row_block: tokens of a block
+  // row, where `block` is those of a column alone; rows keep their order then.
   // -> plan int32, for index_fill; counts int64, which begin as Header in csrc/index.h
   m.def(
-      "index_plan(Tensor bits, int columns, int block, int[] tiles, bool of_rows, bool of_columns, bool bounded) "
-      "-> (Tensor plan, Tensor counts)");
+      "index_plan(Tensor bits, int columns, int block, int[] tiles, bool of_rows, bool of_columns, bool bounded, "
+      "int? row_block=None) -> (Tensor plan, Tensor counts)");
 
   // The tiles of a plan: lines, entries, units and cuts of each height of the rows, then of the columns. layout_heads:
   // L, or 1 where all heads are equal. sizes: three for each, the numbers of its entries, units and cuts. If bounded it
@@ -89,7 +90,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // none, from -1 on; so it is of all tiles where lost, int32 (1), is not 0.
   m.def(
       "index_fill(Tensor bits, Tensor plan, Tensor counts, int columns, int block, int[] tiles, bool of_rows, "
-      "bool of_columns, bool bounded, int layout_heads, int[] sizes, Tensor? lost=None) -> Tensor[]");
+      "bool of_columns, bool bounded, int layout_heads, int[] sizes, Tensor? lost=None, int? row_block=None) -> "
+      "Tensor[]");
 
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
@@ -275,10 +277,10 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "int offset, bool causal, Tensor? keep, Tensor? sinks, float scale) -> (Tensor output, Tensor lse)");
 
   // Attention of queries that have chosen blocks of keys for themselves: softmax(scale * query @ key^T + key_bias) @
-  // value, where query t of a sequence, at its offset + t, sees the keys of the blocks in row t of bits, if causal those
-  // up to its position.   query (B, Hq, T, g, D), g a power of two up to 16: g neighbouring heads that see the same keys
-  // are the g rows of each token; key and value (B, Hkv, S, D), Hq a multiple of Hkv, D a multiple of 8 and adjacent in
-  // memory; key_bias as above; bits uint8 (L or B * L, T, 4 * words) of at least S keys, L a divisor of Hq
+  // value, where query t of a sequence, at its offset + t, sees the keys of the blocks in row t of bits, if causal
+  // those up to its position.   query (B, Hq, T, g, D), g a power of two up to 16: g neighbouring heads that see the
+  // same keys are the g rows of each token; key and value (B, Hkv, S, D), Hq a multiple of Hkv, D a multiple of 8 and
+  // adjacent in memory; key_bias as above; bits uint8 (L or B * L, T, 4 * words) of at least S keys, L a divisor of Hq
   // (bits_heads); offsets int32 or int64 (1 or B), none: all are `offset`.
   // row_..., on a GPU: tiles of rows, of blocks of 16 rows, 16 / g tokens each, rows being counted t * g + i
   // -> output as query, in its order of memory; lse (B, Hq, T, g) and rows (B, Hq, T, g, 2), contiguous, as of

@@ -37,14 +37,20 @@ inline Tensor empty_on(const Tensor& on, Sizes sizes, std::optional<ScalarType> 
   return empty_strided_on(on, sizes, strides.data(), type ? *type : on.scalar_type());
 }
 
-// One of the sizes of x, (B, H, tokens, D), in its order of memory: heads within tokens, or tokens within heads.
+// One of the sizes of x, (B, H, tokens, D), in its order of memory: heads within tokens, or tokens within heads. Or of
+// (B, H, tokens, rows of a token, D), rows being heads.
 inline Tensor empty_in_order_of(const Tensor& x) {
   const Sizes sizes = x.sizes();
-  const bool heads_inside = x.stride(1) < x.stride(2);
-  int64_t of_head = sizes[3], of_token = sizes[3];
-  (heads_inside ? of_token : of_head) *= std::max<int64_t>(1, sizes[heads_inside ? 1 : 2]);
-  const int64_t strides[] = {sizes[1] * sizes[2] * sizes[3], of_head, of_token, 1};
-  return empty_strided_on(x, sizes, strides, x.scalar_type());
+  const size_t last = sizes.size() - 1;
+  std::array<size_t, 3> order{1, 2, 3};  // from the outermost
+  if (last == 4 && x.stride(3) > x.stride(2)) std::swap(order[1], order[2]);
+  if (x.stride(1) < x.stride(2)) order = {2, 1, 3};
+  std::array<int64_t, 5> strides;
+  int64_t step = std::max<int64_t>(1, sizes[last]);
+  strides[last] = 1;
+  for (size_t i = last - 1; i-- > 0; step *= std::max<int64_t>(1, sizes[order[i]])) strides[order[i]] = step;
+  strides[0] = step;
+  return empty_strided_on(x, sizes, strides.data(), x.scalar_type());
 }
 
 }  // namespace ds_sparse

@@ -205,7 +205,7 @@ struct Tile {
 
   Tile(const TileSet& set, const Side& side, Words bits, const int32_t* order, int64_t number) : set(set) {
     for (int k = 0; k < set.height; ++k) {
-      const int64_t line = order ? order[number * set.height + k] : number;
+      const int64_t place = number * set.height + k, line = order ? order[place] : place;
       lines[k] = line < 0 || line >= side.lines ? nullptr : bits + line * side.words;
     }
   }
@@ -240,7 +240,7 @@ struct Memory {
 
   const int32_t* order(int side_number, int64_t head) const {
     const Side& side = plan.sides[side_number];
-    return side.height == 1 ? nullptr : memory + side.order + head * side.padded;
+    return side.ordered ? memory + side.order + head * side.padded : nullptr;
   }
   Words bits(int side_number, int64_t head) const {
     const Side& side = plan.sides[side_number];
@@ -249,8 +249,7 @@ struct Memory {
   }
   Tile tile(int set_number, int64_t head, int64_t number) const {
     const TileSet& set = plan.sets[set_number];
-    const int32_t* lines = set.height == 1 ? nullptr : order(set.side, head);
-    return {set, plan.sides[set.side], bits(set.side, head), lines, number};
+    return {set, plan.sides[set.side], bits(set.side, head), set.height > 1 ? order(set.side, head) : nullptr, number};
   }
 };
 
@@ -259,6 +258,7 @@ void cut_lists(const Memory& m, int set_number, int64_t head) {
   const Plan& plan = m.plan;
   const TileSet& set = plan.sets[set_number];
   int32_t *length = m.memory + set.lengths + head * set.tiles, *first = m.memory + set.firsts + head * set.tiles;
+  const int64_t block = plan.sides[set.side].block_of_others;
   int64_t entries = 0, longest_list = 0;
   for (int64_t t = 0; t < set.tiles; ++t) {
     const Tile tile = m.tile(set_number, head, t);
@@ -268,7 +268,7 @@ void cut_lists(const Memory& m, int set_number, int64_t head) {
     entries += length[t];
     longest_list = std::max<int64_t>(longest_list, length[t]);
   }
-  for (int64_t longest = longest_of(entries, set.tiles, plan.block);; longest *= 2) {
+  for (int64_t longest = longest_of(entries, set.tiles, block);; longest *= 2) {
     int64_t longest_part = 0, work = 0, cuts = 0;
     for (int64_t t = 0; t < set.tiles; ++t) {
       const int parts = parts_of(length[t], longest);
@@ -276,7 +276,7 @@ void cut_lists(const Memory& m, int set_number, int64_t head) {
       work += parts;
       cuts += parts > 1;
     }
-    if (!pays_to_cut(longest_list, longest_part, plan.block))
+    if (!pays_to_cut(longest_list, longest_part, block))
       longest = longest_list;
     else if (work > set.most_work || cuts > set.most_cuts)
       continue;
@@ -285,10 +285,10 @@ void cut_lists(const Memory& m, int set_number, int64_t head) {
     for (int32_t t = 0; t < set.tiles; ++t) {
       const int parts = parts_of(length[t], longest);
       for (int i = 0; i < parts; ++i) {
-        const int32_t begin = begin_of_part(length[t], i, parts, plan.block);
+        const int32_t begin = begin_of_part(length[t], i, parts, block);
         *to++ = t;
         *to++ = first[t] + begin;
-        *to++ = begin_of_part(length[t], i + 1, parts, plan.block) - begin;
+        *to++ = begin_of_part(length[t], i + 1, parts, block) - begin;
         *to++ = parts > 1 ? static_cast<int32_t>(total[kParts] + i) : -1;
       }
       total[kWork] += parts;
@@ -306,8 +306,8 @@ void cut_lists(const Memory& m, int set_number, int64_t head) {
 
 std::tuple<Tensor, Tensor> index_plan(
     const Tensor& bits, int64_t columns, int64_t block, const std::vector<int64_t>& tiles, bool of_rows,
-    bool of_columns, bool bounded) {
-  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
+    bool of_columns, bool bounded, std::optional<int64_t> row_block) {
+  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded, row_block);
   Tensor memory = empty_on(bits, {plan.size}, ScalarType::Int);
   Tensor counts = empty_on(bits, {plan.num_counts()}, ScalarType::Long);
   std::memset(counts.mutable_data_ptr(), 0, counts.numel() * sizeof(int64_t));
@@ -332,7 +332,7 @@ std::tuple<Tensor, Tensor> index_plan(
       const std::vector<uint32_t> of_columns = transposed(m.row_bits, plan);
       std::memcpy(m.memory + side.bits, of_columns.data(), of_columns.size() * sizeof(uint32_t));
     }
-    if (side.height == 1) continue;
+    if (!side.ordered) continue;
     torch::stable::parallel_for(0, plan.heads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t head = begin; head < end; ++head)
         order_lines(m.bits(i, head), side, m.memory + side.order + head * side.padded);
@@ -441,8 +441,8 @@ void fill_entries(const Memory& m, int set_number, int64_t head, const SetTensor
 std::vector<Tensor> index_fill(
     const Tensor& bits, const Tensor& memory, const Tensor& counts, int64_t columns, int64_t block,
     const std::vector<int64_t>& tiles, bool of_rows, bool of_columns, bool bounded, int64_t layout_heads,
-    const std::vector<int64_t>& sizes, const std::optional<Tensor>& lost) {
-  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
+    const std::vector<int64_t>& sizes, const std::optional<Tensor>& lost, std::optional<int64_t> row_block) {
+  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded, row_block);
   check_plan(plan, memory, counts, lost);
   SetTensors to[kMaxSets];
   const std::vector<Tensor> made = set_tensors(plan, bits, layout_heads, sizes, to);
@@ -472,7 +472,9 @@ std::vector<Tensor> index_fill(
     const TileSet& set = plan.sets[set_number];
     int32_t* lines = to[number].lines + head * set.tiles * set.height;
     const int32_t* order = m.order(set.side, head);
-    for (int32_t i = 0; i < set.tiles * set.height; ++i) lines[i] = set.height > 1 ? order[i] : i;
+    const int32_t count = plan.sides[set.side].lines;
+    for (int32_t i = 0; i < set.tiles * set.height; ++i)
+      lines[i] = order && set.height > 1 ? order[i] : i < count ? i : -1;
     fill_work(m, set_number, head, to[number]);
     fill_entries(m, set_number, head, to[number]);
   });

@@ -55,6 +55,7 @@ class TilePlan:
         heights: those of the tiles in tokens, one or two, ascending; at most the first is of a single line.
         sides: 'rows', 'columns' or both in this order.
         bounded: as `of` was told.
+        row_block: tokens of a block row, where `block` is those of a block column alone; rows keep their order then.
         memory: int32, the plan.
         counts: int64, its numbers.
     """
@@ -65,6 +66,7 @@ class TilePlan:
     heights: Sequence[int]
     sides: Sequence[str]
     bounded: bool
+    row_block: int | None
     memory: Tensor
     counts: Tensor
 
@@ -77,6 +79,7 @@ class TilePlan:
         heights: Sequence[int],
         sides: Sequence[str] = SIDES,
         bounded: bool = False,
+        row_block: int | None = None,
     ) -> TilePlan:
         """The plan of a layout's bits; bounded: for tiles that nobody counts.
 
@@ -85,13 +88,13 @@ class TilePlan:
             ValueError: a height that is not a power of two, or has more lines than an entry has bits for.
         """
         for tile in heights:
-            if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > MAX_LINES * block:
+            if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > MAX_LINES * (row_block or block):
                 raise ValueError(
-                    f"tile is {tile!r}; it has to be a power of two and at most {MAX_LINES} blocks of {block} tokens."
+                    f"tile is {tile!r}; it has to be a power of two and at most {MAX_LINES} blocks of {row_block or block} tokens."
                 )
         require_kernel("index_plan", bits.device)
-        plan = ops.index_plan(bits, columns, block, heights, "rows" in sides, "columns" in sides, bounded)
-        return cls(bits, columns, block, heights, sides, bounded, *plan)
+        plan = ops.index_plan(bits, columns, block, heights, "rows" in sides, "columns" in sides, bounded, row_block)
+        return cls(bits, columns, block, heights, sides, bounded, row_block, *plan)
 
     def fetch(self, *more: Tensor) -> tuple[Counts, list[int]]:
         """The counts, and what else the host has to know, tensors of one number, in one transfer."""
@@ -105,7 +108,7 @@ class TilePlan:
         all is NaN."""
         made = ops.index_fill(
             self.bits, self.memory, self.counts, self.columns, self.block, self.heights, "rows" in self.sides,
-            "columns" in self.sides, self.bounded, layout_heads, sizes, lost,
+            "columns" in self.sides, self.bounded, layout_heads, sizes, lost, self.row_block,
         )  # fmt: skip
         keys = enumerate(product(self.sides, self.heights))
         return {(side, tile): Tiles(tile, *made[4 * i : 4 * i + 4]) for i, (side, tile) in keys}

@@ -128,19 +128,31 @@ def _index_plan(x: Arguments) -> tuple[Tensor, Tensor]:
         if not (x.of_rows if of_rows else x.of_columns):
             continue
         parts = [] if of_rows else [lines * _ceil_div(others, 32)]
-        for tiles, work, cuts in (_most(x, lines, tile) for tile in x.tiles):
+        block = _own_block(x, of_rows)
+        for tiles, work, cuts in (_most(x, lines, tile, block) for tile in x.tiles):
             sets += 1
             parts += [tiles, tiles, 4 * work, 3 * cuts]
-        highest = max(1, x.tiles[-1] // x.block)
-        parts += [2 * lines, lines, lines, 1, _ceil_div(lines, highest) * highest] if highest > 1 else []
+        highest = max(1, x.tiles[-1] // block)
+        if highest > 1 and not (of_rows and _row_block(x)):
+            parts += [2 * lines, lines, lines, 1, _ceil_div(lines, highest) * highest]
         size += sum(4 * _ceil_div(heads * part, 4) for part in parts)
     counts = x.bits.new_empty(NUMBERS + 8 * sets * heads, dtype=torch.int64)
     return x.bits.new_empty(size, dtype=torch.int32), counts
 
 
-def _most(x: Arguments, lines: Any, tile: int) -> tuple[Any, Any, Any]:
-    """The tiles of a head's lines, and the most work tiles and cuts."""
-    tiles = _ceil_div(lines, max(1, tile // x.block))
+def _own_block(x: Arguments, of_rows: bool) -> int:
+    """Tokens of a line."""
+    return _row_block(x) or x.block if of_rows else x.block
+
+
+def _row_block(x: Arguments) -> int | None:
+    """None: as `block`. Arguments at their defaults may be missing."""
+    return getattr(x, "row_block", None)
+
+
+def _most(x: Arguments, lines: Any, tile: int, block: int) -> tuple[Any, Any, Any]:
+    """The tiles of a head's lines of so many tokens, and the most work tiles and cuts."""
+    tiles = _ceil_div(lines, max(1, tile // block))
     if x.bounded:
         return tiles, tiles + tiles // 4 + 1, tiles // 8 + 1
     cuts = _ceil_div(2 * tiles, 3) + 1
@@ -149,15 +161,16 @@ def _most(x: Arguments, lines: Any, tile: int) -> tuple[Any, Any, Any]:
 
 def _index_fill(x: Arguments) -> list[Tensor]:
     rows, columns, heads = x.bits.shape[1], x.columns, x.layout_heads
-    sides = [lines for lines, wanted in (((rows, columns), x.of_rows), ((columns, rows), x.of_columns)) if wanted]
+    sides = [(rows, columns, _own_block(x, True))] if x.of_rows else []
+    sides += [(columns, rows, x.block)] if x.of_columns else []
     shapes: list[tuple[Any, ...]] = []
-    for number, ((lines, others), tile) in enumerate(product(sides, x.tiles)):
-        tiles, work, cuts = _most(x, lines, tile)
+    for number, ((lines, others, block), tile) in enumerate(product(sides, x.tiles)):
+        tiles, work, cuts = _most(x, lines, tile, block)
         if x.bounded:
             sizes = min(x.sizes[0], heads * tiles * others), heads * work + 1, heads * cuts
         else:
             sizes = x.sizes[3 * number : 3 * number + 3]
-        shapes += [(heads * tiles * max(1, tile // x.block),), (sizes[0],), (sizes[1], 4), (sizes[2], 3)]
+        shapes += [(heads * tiles * max(1, tile // block),), (sizes[0],), (sizes[1], 4), (sizes[2], 3)]
     return [x.bits.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 

@@ -23,11 +23,13 @@ inline RowMaxSum* row_max_sums_in(Tensor& x) { return reinterpret_cast<RowMaxSum
 
 inline BlockSpans spans_of(const AttentionCall& call) {
   const int2* spans = call.spans ? reinterpret_cast<const int2*>(call.spans->const_data_ptr<int32_t>()) : nullptr;
-  return {spans, log2_of(call.block)};
+  return {spans, log2_of(call.row_block())};
 }
 
-inline TileLists lists_of(const AttentionCall& call, const TileTensors& tiles) {
-  const int64_t block = call.block, tile = call.tile, block_rows_per_tile = std::max<int64_t>(1, tile / block);
+// of_rows: tiles of queries; else of keys.
+inline TileLists lists_of(const AttentionCall& call, const TileTensors& tiles, bool of_rows) {
+  const int64_t block = of_rows ? call.row_block() : call.block, other = of_rows ? call.block : call.row_block();
+  const int64_t tile = call.tile, block_rows_per_tile = std::max<int64_t>(1, tile / block);
   const int2* own_spans =
       tiles.spans == nullptr ? nullptr : reinterpret_cast<const int2*>(tiles.spans->const_data_ptr<int32_t>());
   return {
@@ -44,6 +46,7 @@ inline TileLists lists_of(const AttentionCall& call, const TileTensors& tiles) {
       call.bounded,
       call.by_sequence,
       log2_of(block),
+      log2_of(other),
       static_cast<int>(tile),
       static_cast<int>(std::max<int64_t>(1, block / tile)),
       tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
@@ -107,6 +110,23 @@ inline WindowLimits window_limits_of(const WindowTensors& window) {
       static_cast<int>(window.num_global)};
 }
 
+inline ChosenBlocks chosen_blocks_of(const AttentionCall& call) {
+  const ChosenTensors& chosen = *call.chosen;
+  const std::optional<Tensor>& offsets = chosen.offsets;
+  return {
+      static_cast<const uint32_t*>(chosen.bits.const_data_ptr()),
+      call.by_sequence ? call.layout_heads : 0,
+      chosen.bits.size(1),
+      chosen.bits.size(2) / 4,
+      static_cast<int>(call.heads_of_layout()),
+      log2_of(call.block),
+      log2_of(chosen.rows_of_token),
+      offsets ? offsets->const_data_ptr() : nullptr,
+      chosen.offset,
+      !offsets || offsets->size(0) == 1 ? 0 : offsets->stride(0),
+      offsets && offsets->scalar_type() == ScalarType::Long};
+}
+
 // All but the bias of keys.
 inline Scoring scoring_of(const AttentionCall& call) {
   const Tensor &query = call.query, &key = call.key;
@@ -126,6 +146,9 @@ inline Scoring scoring_of(const AttentionCall& call) {
   }
   if (call.window) {
     scoring.window = window_limits_of(*call.window);
+  }
+  if (call.chosen) {
+    scoring.chosen = chosen_blocks_of(call);
   }
   return scoring;
 }
@@ -155,7 +178,7 @@ void with_head_dim(const Tensor& query, const F& f) {
 template <class T, int kHeadDim, class F>
 void with_plain(const Scoring& scoring, const F& f) {
   if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
-    if (scoring.plain() && !scoring.drops() && scoring.window.limits == nullptr) {
+    if (scoring.plain() && !scoring.drops() && scoring.window.limits == nullptr && scoring.chosen.bits == nullptr) {
       return f(std::true_type{});
     }
   }

@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const auto sweep = [&](auto by_columns, const TileTensors& tiles, const Tensor& grad_first,
                            const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
-      const TileLists lists = lists_of(call, tiles);
+      const TileLists lists = lists_of(call, tiles, !kByColumns);
       const int64_t length = kByColumns ? call.keys() : call.queries(), num_cuts = tiles.cuts.size(0),
                     splits = num_splits(tiles, lists);
       const int64_t split_size = copies * splits * lists.sub_tiles * lists.tile * head_dim;
@@ -170,13 +170,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
       }
     }
     recompute_gradients(
-        launch, p, lists_of(call, rows), lists_of(call, columns), matrices_of<T>(grad_query), matrices_of<T>(grad_key),
-        matrices_of<T>(grad_value), batch);
+        launch, p, lists_of(call, rows, true), lists_of(call, columns, false), matrices_of<T>(grad_query),
+        matrices_of<T>(grad_key), matrices_of<T>(grad_value), batch);
     state.done();
   });
-  poison_rows(launch, call, lists_of(call, rows), call.queries(), {&grad_query});
+  poison_rows(launch, call, lists_of(call, rows, true), call.queries(), {&grad_query});
   // In one sweep, gradients of queries are summed over the lists of keys.
-  poison_rows(launch, call, lists_of(call, columns), call.keys(), {&grad_key, &grad_value}, {}, {&grad_query});
+  poison_rows(launch, call, lists_of(call, columns, false), call.keys(), {&grad_key, &grad_value}, {}, {&grad_query});
   return {grad_query, grad_key, grad_value};
 }
 

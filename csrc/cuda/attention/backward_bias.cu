@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
   const int grad_head = p.grad_heads == 1 ? 0 : first_head, grad_batch = p.batches == 1 ? 0 : first_batch;
 
   const OtherSide<kBlockN> other{
-      p.lists.entries + work_tile.y, work_tile.z, p.lists.log_block, p.scoring.keys, nullptr};
+      p.lists.entries + work_tile.y, work_tile.z, p.lists.log_other, p.scoring.keys, nullptr};
   if (threadIdx.x < kBlockM) {
     memory.tokens[threadIdx.x] = p.lists.token(work_tile.x, sub_tile, threadIdx.x, p.scoring.queries);
   }
@@ -174,7 +174,7 @@ Tensor attention_bias_backward(
   check(tile == kBlockM, "tile has to be 64, got ", tile, ".");
   const RowsOfBackward made =
       make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call));
-  const TileLists lists = lists_of(call, rows);
+  const TileLists lists = lists_of(call, rows, true);
   Scoring scoring = scoring_of(call);
   const std::optional<Tensor> of_keys = set_key_bias(launch, call.key_bias, scoring);
   with_head_dim(query, [&](auto zero, auto padded) {

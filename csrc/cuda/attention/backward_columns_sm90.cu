@@ -80,7 +80,7 @@ __device__ __forceinline__ void run_scheduler(
     for (int tile_row = lane; tile_row < kHopperBlockM && !any; tile_row += 32) {
       any = item.tokens[tile_row] >= 0 && states[item.tokens[tile_row] / 8] != kAllMasked;
     }
-    const int all = OtherSide<kBlockN>{nullptr, work.num_entries, lists.log_block}.steps();
+    const int all = OtherSide<kBlockN>{nullptr, work.num_entries, lists.log_other}.steps();
     const int steps = __any_sync(0xffffffffu, any) ? all : 0;
     if (lane == 0) {
       item.steps = steps;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void run_producer(
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores), kPacked = are_packed(kScores);
   const int lane = threadIdx.x % 32;
   const TileLists& lists = sweep.lists;
-  const Boxes<T, kHeadDim, kBlockN> boxes(lists.log_block);
+  const Boxes<T, kHeadDim, kBlockN> boxes(lists.log_other);
   const LiveGroupFinder finder(lists);
   PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
   for (PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;; work_pipe.next()) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void run_producer(
       const OtherSide<kBlockN, kPacked> other{
           lists.entries + work.first_entry,
           work.num_entries,
-          lists.log_block,
+          lists.log_other,
           p.scoring.queries,
           nullptr,
           kPacked ? lists.entry_spans + work.first_entry : nullptr};
@@ -586,8 +586,8 @@ void columns_on_hopper(
     const Tensor& value, const Tensor& grad_output, const Tensor& grad_key, const Tensor& grad_value, int64_t copies) {
   with_hopper_kernel(p.scoring, sweep.lists, p.head_dim, [&](auto head_dim, auto scores) {
     constexpr int kHeadDim = decltype(head_dim)::value;
-    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperBlockM),
-              box = std::min(block, kBlockN);
+    const int own_box = std::min(1 << sweep.lists.log_block, kHopperBlockM),
+              box = std::min(1 << sweep.lists.log_other, kBlockN);
     const Maps maps{tensor_map(key, own_box),     tensor_map(value, own_box), tensor_map(query, box),
                     tensor_map(grad_output, box), tensor_map(grad_key, 16),   tensor_map(grad_value, 16)};
     const auto run = [&](auto kind, auto with_queries) {

@@ -42,7 +42,7 @@ __device__ __forceinline__ void run_producer(
   const int lane = threadIdx.x % 32;
   const TileLists& lists = sweep.lists;
   const Boxes<T, kHeadDim, kHopperBlockM> own_boxes(lists.log_block);
-  const Boxes<T, kHeadDim, kBlockN> boxes(lists.log_block);
+  const Boxes<T, kHeadDim, kBlockN> boxes(lists.log_other);
   const LiveGroupFinder finder(lists);
   PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
   PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void run_producer(
     const OtherSide<kBlockN, kPacked> other{
         lists.entries + work.first_entry,
         work.num_entries,
-        lists.log_block,
+        lists.log_other,
         p.scoring.keys,
         p.scoring.key_states_of(work.batch, work.head),
         kPacked ? lists.entry_spans + work.first_entry : nullptr};
@@ -272,8 +272,8 @@ void rows_on_hopper(
   with_hopper_kernel(p.scoring, sweep.lists, p.head_dim, [&](auto head_dim, auto scores) {
     constexpr Scores kScores = with_any_dropout(decltype(scores)::value);
     constexpr int kHeadDim = decltype(head_dim)::value;
-    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperBlockM),
-              box = std::min(block, kBlockN);
+    const int own_box = std::min(1 << sweep.lists.log_block, kHopperBlockM),
+              box = std::min(1 << sweep.lists.log_other, kBlockN);
     const Maps maps{
         tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box),
         tensor_map(grad_query, 16)};

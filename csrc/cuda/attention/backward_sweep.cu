@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
   const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;
   const OtherSide<kBlockN> other{
-      lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length,
+      lists.entries + work.first_entry, work.num_entries, lists.log_other, other_length,
       kByColumns ? nullptr : p.scoring.key_states_of(work.batch, work.head)};
   const T* query = p.query.of(work.batch, work.head);
   const T* grad_output = p.grad_output.of(work.batch, work.head);
@@ -99,9 +99,10 @@ __global__ void __launch_bounds__(kThreads)
   const int tile_row0 = warp_tile * 16 + lane / 4;
   const int token0 = memory.tokens[tile_row0], token8 = memory.tokens[tile_row0 + 8];
   using RowMask = TokenMask<kByColumns, !kPlain>;
-  const RowMask token_mask0(p.scoring, work.head, token0), token_mask8(p.scoring, work.head, token8);
+  const RowMask token_mask0(p.scoring, work.batch, work.head, token0),
+      token_mask8(p.scoring, work.batch, work.head, token8);
   const int of_warp_tile = memory.tokens[warp_tile * 16 + lane % 16];
-  RowMask warp_tile_mask(p.scoring, work.head, of_warp_tile);
+  RowMask warp_tile_mask(p.scoring, work.batch, work.head, of_warp_tile);
   warp_tile_mask.restrict_to_warp_tile(of_warp_tile >= 0);
   const auto whole = [&](const Octet& octet) { return warp_tile_mask.has_all(octet.token); };
   const RowStats stats0 = kByColumns || token0 < 0 ? no_row_stats() : p.row_stats.at(work.matrix, token0);
@@ -168,9 +169,7 @@ __global__ void __launch_bounds__(kThreads)
               const int its = first_token_of[half] + e % 2;
               const float bias = kByColumns || key_bias == nullptr ? 0.0f : key_bias[min(its, other_length - 1)];
               const RowMask& token_mask = e < 2 ? token_mask0 : token_mask8;
-              probs[half][e] = token_mask.has(its) && token_mask.is_in_order(its)
-                                   ? Scoring::with_key_bias<kPlain>(probs[half][e], bias)
-                                   : -kInfinity;
+              probs[half][e] = token_mask.sees(its) ? Scoring::with_key_bias<kPlain>(probs[half][e], bias) : -kInfinity;
             }
           }
 #pragma unroll

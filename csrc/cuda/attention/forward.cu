@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const T* key = p.key.of(work.batch, kv_head);
   const T* value = p.value.of(work.batch, kv_head) + first_column;
   const OtherSide<kBlockN> other{
-      p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys,
+      p.lists.entries + work.first_entry, work.num_entries, p.lists.log_other, p.scoring.keys,
       p.scoring.key_states_of(work.batch, work.head)};
 
   const auto load = [&](int step) {
@@ -79,9 +79,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const int tile_row0 = warp_tile * 16 + lane / 4;
   const int token0 = memory.tokens[tile_row0], token8 = memory.tokens[tile_row0 + 8];
   using RowMask = TokenMask<false, !kPlain>;
-  const RowMask token_mask0(p.scoring, work.head, token0), token_mask8(p.scoring, work.head, token8);
+  const RowMask token_mask0(p.scoring, work.batch, work.head, token0),
+      token_mask8(p.scoring, work.batch, work.head, token8);
   const int of_warp_tile = memory.tokens[warp_tile * 16 + lane % 16];
-  RowMask warp_tile_mask(p.scoring, work.head, of_warp_tile);
+  RowMask warp_tile_mask(p.scoring, work.batch, work.head, of_warp_tile);
   warp_tile_mask.restrict_to_warp_tile(of_warp_tile >= 0);
   // From scores to exponents of 2; plain ones are products still.
   const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
@@ -133,9 +134,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
             const int j = first + e % 2;
             const float bias = key_bias == nullptr ? 0.0f : key_bias[min(j, p.scoring.keys - 1)];
             const RowMask& token_mask = e < 2 ? token_mask0 : token_mask8;
-            of_octet[e] = token_mask.has(j) && token_mask.is_in_order(j)
-                              ? Scoring::with_key_bias<kPlain>(of_octet[e], bias)
-                              : -kInfinity;
+            of_octet[e] = token_mask.sees(j) ? Scoring::with_key_bias<kPlain>(of_octet[e], bias) : -kInfinity;
           }
         }
 #pragma unroll
@@ -311,7 +310,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
     return {output, lse, row_sums};
   }
   const Launcher launch(query);
-  const TileLists lists = lists_of(call, rows);
+  const TileLists lists = lists_of(call, rows, true);
   Scoring scoring = scoring_of(call);
   const std::optional<Tensor> of_keys = set_key_bias(launch, call.key_bias, scoring);
   const bool on_hopper = runs_on_hopper(launch, call);

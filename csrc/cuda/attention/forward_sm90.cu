@@ -64,7 +64,7 @@ __device__ __forceinline__ void run_scheduler(
       break;
     }
     const WorkTile work(p.lists, number, work_tiles, 1);
-    const int steps = OtherSide<kBlockN>{nullptr, work.num_entries, p.lists.log_block}.steps();
+    const int steps = OtherSide<kBlockN>{nullptr, work.num_entries, p.lists.log_other}.steps();
     item.template set<M::kPacked>(work, steps, p.lists, p.scoring.queries, p.scoring);
     // Rows that do not exist are not copied, and nobody looks at what is in their place.
     const int token = boxes.any && steps > 0 ? item.tokens[boxes.tile_row] : -1;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void run_producer(
   constexpr int kBlockN = M::kBlockN;
   constexpr bool kLimited = M::kLimited;
   const int lane = threadIdx.x % 32;
-  const Boxes<T, kHeadDim, kBlockN> boxes(p.lists.log_block);
+  const Boxes<T, kHeadDim, kBlockN> boxes(p.lists.log_other);
   const LiveGroupFinder finder(p.lists);
   PipelineState<M::kStages> pipe;
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void run_producer(
     const OtherSide<kBlockN, M::kPacked> other{
         p.lists.entries + item.work.first_entry,
         item.work.num_entries,
-        p.lists.log_block,
+        p.lists.log_other,
         p.scoring.keys,
         p.scoring.key_states_of(batch, item.work.head),
         M::kPacked ? p.lists.entry_spans + item.work.first_entry : nullptr};
@@ -227,15 +227,14 @@ void forward_on_hopper(
     constexpr int kHeadDim = decltype(head_dim)::value;
     using M = ForwardMemory<T, kHeadDim, kScores>;
     constexpr int kConsumerGroups = M::Tuning::kConsumerGroups, kBlockN = M::kBlockN;
-    const int block = 1 << p.lists.log_block;
-    const int own_box = std::min(block, kHopperBlockM);
+    const int box = std::min(1 << p.lists.log_other, kBlockN),
+              own_box = std::min(1 << p.lists.log_block, kHopperBlockM);
     const CUtensorMap query_map = tensor_map(query, own_box);
     OutputMaps<M::kPacked> output_maps{tensor_map(output, own_box)};
     if constexpr (M::kPacked) {
       output_maps.warp_tile = tensor_map(output, 16);
     }
-    const CUtensorMap key_map = tensor_map(key, std::min(block, kBlockN)),
-                      value_map = tensor_map(value, std::min(block, kBlockN));
+    const CUtensorMap key_map = tensor_map(key, box), value_map = tensor_map(value, box);
     with_scheduler(
         launch, &p.state->row_tickets, p.lists, copies, kConsumerGroups,
         [&](const TileScheduler& scheduler, int64_t blocks) {

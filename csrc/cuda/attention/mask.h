@@ -123,14 +123,28 @@ struct TokenMask {
   Range range, global;
   const int32_t* places;  // null: causality does not go by them
   int place, length;
+  const ChosenBlocks* chosen;  // null: none has to be looked at
+  int64_t first_word;          // of the chosen blocks of its head
+  int own;
 
-  __device__ __forceinline__ TokenMask(const Scoring& scoring, int head, int token)
-      : TokenMask(scoring, head, token, scoring.limits_of(head, token), scoring.place_of(head, token)) {}
+  __device__ __forceinline__ TokenMask(const Scoring& scoring, int batch, int head, int token)
+      : TokenMask(scoring, batch, head, token, scoring.limits_of(head, token), scoring.place_of(head, token)) {}
 
   // limits and place: the token's, as a window has them.
-  __device__ __forceinline__ TokenMask(const Scoring& scoring, int head, int token, Range limits, int place)
-      : range(scoring.template range_of<kTransposed>(token)), global{0, 0}, places(nullptr), place(place), length(0) {
+  __device__ __forceinline__ TokenMask(const Scoring& scoring, int batch, int head, int token, Range limits, int place)
+      : range(scoring.template range_of<kTransposed, kWindow>(batch, token)),
+        global{0, 0},
+        places(nullptr),
+        place(place),
+        length(0),
+        chosen(nullptr),
+        first_word(0),
+        own(max(token, 0)) {
     if constexpr (kWindow) {
+      if (scoring.chosen.bits != nullptr) {
+        chosen = &scoring.chosen;
+        first_word = chosen->first_word(batch, head);
+      }
       global = Range{0, scoring.window.num_global}.within(range);
       range = limits.within(range);
       places = scoring.goes_by_places() ? scoring.window.places_of(head) : nullptr;
@@ -145,6 +159,18 @@ struct TokenMask {
            (kTransposed ? place <= places[min(token, length - 1)] : places[min(token, length - 1)] <= place);
   }
 
+  // Tells if the query of the two has chosen the key's block.
+  __device__ __forceinline__ bool has_chosen(int token) const {
+    if (!kWindow || chosen == nullptr) {
+      return true;
+    }
+    const int other = max(0, min(token, range.end - 1));
+    return chosen->has(first_word, kTransposed ? other : own, kTransposed ? own : other);
+  }
+  __device__ __forceinline__ bool sees(int token) const {
+    return has(token) && is_in_order(token) && has_chosen(token);
+  }
+
   // Leaves what all 16 rows of a warp tile see, of which lanes l and l + 16 have row l. By a whole warp.
   __device__ __forceinline__ void restrict_to_warp_tile(bool exists) {
     const auto of_all = [&](Range own) {
@@ -157,7 +183,8 @@ struct TokenMask {
   }
   // Tells if eight neighbouring tokens are all seen, so that none has to be looked at.
   __device__ __forceinline__ bool has_all(int token) const {
-    return places == nullptr && (range.has(token, 8) || (kWindow && global.has(token, 8)));
+    return places == nullptr && (!kWindow || chosen == nullptr || !chosen->differs_in_warp_tile()) &&
+           (range.has(token, 8) || (kWindow && global.has(token, 8)));
   }
 };
 

@@ -21,8 +21,9 @@ struct GroupMask {
   of_warp_tile(const Scoring& scoring, const TileLists& lists, const WorkItemOf<kLimited>& item) {
     const int tile_row = threadIdx.x % (kHopperBlockM / 16) * 16, first = item.tokens[tile_row];
     // The range of the row to which causality leaves least.
-    const Range range = first < 0 ? Range{0, kTransposed ? scoring.queries : scoring.keys}
-                                  : scoring.template range_of<kTransposed>(kTransposed ? first + 15 : first);
+    const Range range =
+        first < 0 ? Range{0, kTransposed ? scoring.queries : scoring.keys}
+                  : scoring.template range_of<kTransposed, kLimited>(item.work.batch, kTransposed ? first + 15 : first);
     GroupMask group_mask{range, {0, 0}, {0, 0}, 0};
     if constexpr (kLimited) {
       const WindowLimits& window = scoring.window;
@@ -36,7 +37,7 @@ struct GroupMask {
       }
       group_mask.num_global = window.num_global;
       group_mask.all_global = Range{0, window.num_global}.within(range);
-      if (scoring.goes_by_places() || lists.pairs != nullptr) {
+      if (scoring.goes_by_places() || lists.pairs != nullptr || scoring.chosen.differs_in_warp_tile()) {
         group_mask.all = group_mask.all_global = {0, 0};
       }
     }

@@ -80,10 +80,11 @@ __device__ bool is_finite(const T* row, int head_dim) {
 template <bool kTransposed, class F>
 __device__ void for_each_seen(
     const TileLists& lists, const Scoring& scoring, int batch, int head, int token, int length, const F& f) {
-  const int lane = lane_of_warp(), block_row = token >> lists.log_block, block = 1 << lists.log_block;
+  const int lane = lane_of_warp(), block_row = token >> lists.log_block, block = 1 << lists.log_block,
+            other_block = 1 << lists.log_other;
   const int places = lists.tiles_per_head * lists.block_rows_per_tile;
   const int first_place = lists.layout_of(batch, head) * places;
-  const TokenMask<kTransposed, true> token_mask(scoring, head, token);
+  const TokenMask<kTransposed, true> token_mask(scoring, batch, head, token);
   int place = -1;
   for (int first = 0; first < places && place < 0; first += 32) {
     const int mine = first + lane;
@@ -109,14 +110,14 @@ __device__ void for_each_seen(
         if (lists.pairs != nullptr) {
           pairs = lists.pairs[head * lists.pairs_stride + int64_t{entry} * lists.tile + tile_row];
         }
-        const int tokens = lists.entry_spans == nullptr ? block : lists.entry_spans[entry].y;
-        for (int in_block = lane; in_block - lane < block; in_block += 32) {
-          const int other = static_cast<int>(block_of(word) << lists.log_block) + in_block;
-          bool sees = in_block < min(block, tokens) && other < length;
+        const int tokens = lists.entry_spans == nullptr ? other_block : lists.entry_spans[entry].y;
+        for (int in_block = lane; in_block - lane < other_block; in_block += 32) {
+          const int other = static_cast<int>(block_of(word) << lists.log_other) + in_block;
+          bool sees = in_block < min(other_block, tokens) && other < length;
           if (lists.pairs != nullptr) {
             sees = sees && ((in_block < 32 ? pairs.x : pairs.y) >> in_block % 32 & 1) != 0;
           } else {
-            sees = sees && token_mask.has(other) && token_mask.is_in_order(other);
+            sees = sees && token_mask.sees(other);
           }
           f(sees ? other : -1);
         }

@@ -120,9 +120,9 @@ struct WorkItemOf : WorkItem {
   template <bool kTransposed>
   __device__ __forceinline__ TokenMask<kTransposed, kLimited> mask_of(int tile_row, const Scoring& scoring) const {
     if constexpr (kLimited) {
-      return {scoring, work.head, tokens[tile_row], limits[tile_row], places[tile_row]};
+      return {scoring, work.batch, work.head, tokens[tile_row], limits[tile_row], places[tile_row]};
     }
-    return {scoring, work.head, tokens[tile_row], {}, 0};
+    return {scoring, work.batch, work.head, tokens[tile_row], {}, 0};
   }
 };
 

@@ -142,6 +142,12 @@ __device__ __forceinline__ void mask_scores(
           keep(half, [&](const Octet&) { return [&](int token) { return token_mask.is_in_order(token); }; });
         }
       }
+      if (scoring.chosen.differs_in_warp_tile()) {
+        for (int half = 0; half < 2; ++half) {
+          const auto token_mask = item.template mask_of<kTransposed>(lane_row() + 8 * half, scoring);
+          keep(half, [&](const Octet&) { return [&](int token) { return token_mask.has_chosen(token); }; });
+        }
+      }
     }
   }
 }
@@ -175,7 +181,7 @@ __device__ __forceinline__ void add_key_bias(
 template <class F>
 void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
   const auto with_options = [&](auto padded) {
-    const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr;
+    const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr || scoring.chosen.bits != nullptr;
     if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
       f(padded, std::integral_constant<Scores, Scores::kPacked>{});
     } else if (!scoring.plain() || (limited && scoring.drops())) {

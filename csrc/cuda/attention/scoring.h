@@ -77,6 +77,34 @@ struct WindowLimits {
   __device__ const int32_t* places_of(int head) const { return places + head * places_stride; }
 };
 
+// The blocks of keys that queries have chosen for themselves. The rows of queries are those of tokens, so many of each
+// next to each other. A sequence's first token has a position of its own, by which causality goes.
+struct ChosenBlocks {
+  const uint32_t* bits;                    // (L or B * L, tokens, words); null: nobody has chosen
+  int64_t batch_stride, tokens, words;     // batch_stride: in heads of bits
+  int heads_of_bits, log_block, log_rows;  // heads that have the same bits; rows of a token
+  const void* offsets;                     // of each sequence, or null
+  int64_t offset, offsets_stride;
+  bool long_offsets;
+
+  // Tells if the 16 rows of a warp tile are of tokens that may have chosen differently.
+  __host__ __device__ bool differs_in_warp_tile() const { return bits != nullptr && log_rows < 4; }
+  __device__ int64_t first_word(int batch, int head) const {
+    return (batch * batch_stride + head / heads_of_bits) * tokens * words;
+  }
+  __device__ bool has(int64_t first_word, int row, int key) const {
+    const int block = key >> log_block;
+    return bits[first_word + (row >> log_rows) * words + block / 32] >> block % 32 & 1;
+  }
+  __device__ int64_t offset_of(int batch) const {
+    if (offsets == nullptr) {
+      return offset;
+    }
+    const int64_t at = batch * offsets_stride;
+    return long_offsets ? static_cast<const int64_t*>(offsets)[at] : static_cast<const int32_t*>(offsets)[at];
+  }
+};
+
 // The options of scores and probabilities.
 struct Scoring {
   float scale;
@@ -90,6 +118,7 @@ struct Scoring {
   const int64_t* dropout_seed;                         // null: none
   uint32_t dropout_threshold;
   WindowLimits window;
+  ChosenBlocks chosen;
 
   // True where scores are products times a positive number, which exponents can take with them, or masked. Exponents of
   // others, which may be large, are differences first.
@@ -131,6 +160,20 @@ struct Scoring {
     const bool in_order = causal && !goes_by_places();
     return kTransposed ? Range{in_order ? min(token, queries) : 0, queries}
                        : Range{0, in_order ? min(token + 1, keys) : keys};
+  }
+  // The same where queries may have chosen their blocks, and have positions.
+  template <bool kTransposed, bool kLimited>
+  __device__ Range range_of(int batch, int token) const {
+    if (!kLimited || chosen.bits == nullptr || !causal) {
+      return range_of<kTransposed>(token);
+    }
+    const int64_t position = chosen.offset_of(batch);
+    if (kTransposed) {
+      const int64_t first = max(token - position, int64_t{0}) << chosen.log_rows;
+      return {static_cast<int>(min(first, int64_t{queries})), queries};
+    }
+    const int64_t end = position + (token >> chosen.log_rows) + 1;
+    return {0, static_cast<int>(min(max(end, int64_t{0}), int64_t{keys}))};
   }
 
   // From products to scores, but for the bias of keys; place(e): query and key of element e, both of which exist.

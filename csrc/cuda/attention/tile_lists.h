@@ -26,7 +26,8 @@ struct TileLists {
   // follow each other.
   int heads_of_layout, heads_together;
   bool bounded, by_sequence;
-  int log_block, tile, sub_tiles;  // tile: its tokens; sub-tiles: of a block that is larger than a tile
+  int log_block, log_other;  // of the tile's own blocks, and of those that entries are
+  int tile, sub_tiles;       // tile: its tokens; sub-tiles: of a block that is larger than a tile
   // (1 or H, E, tile): for each entry, a block of 64 tokens, those that a row sees. Null: all.
   const uint2* pairs;
   int64_t pairs_stride;  // of heads

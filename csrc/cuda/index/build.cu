@@ -31,7 +31,10 @@ struct Memory {
   __device__ int line_of(const TileSet& set, int64_t head, int64_t tile, int k) const {
     const Side& side = plan.sides[set.side];
     const int64_t place = tile * set.height + k;
-    return set.height > 1 ? memory[side.order + head * side.padded + place] : static_cast<int>(place);
+    if (set.height > 1 && side.ordered) {
+      return memory[side.order + head * side.padded + place];
+    }
+    return place < side.lines ? static_cast<int>(place) : -1;
   }
 };
 
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) lines_kernel(Memory m, bool of_rows,
         m.header().differs = 1;
       }
     }
-    if (side.height > 1 && is_row == side.of_rows) {
+    if (side.ordered && is_row == side.of_rows) {
       m.hashes(side)[line] = hash;
       m.memory[side.counts + line] = live;
     }
@@ -139,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) alike_kernel(Memory m) {
   const Side& side = m.plan.sides[blockIdx.z];
   __shared__ uint64_t hashes[kThreads];
   __shared__ int counts[kThreads], firsts[kItems];
-  if (side.height == 1 || int64_t{blockIdx.x} * kItems >= side.lines) {
+  if (!side.ordered || int64_t{blockIdx.x} * kItems >= side.lines) {
     return;
   }
   const int lane = threadIdx.x % 32, slice = threadIdx.x - lane, line = blockIdx.x * kItems + lane;
@@ -182,7 +185,7 @@ __global__ void __launch_bounds__(kThreads) alike_kernel(Memory m) {
 __global__ void __launch_bounds__(kThreads) order_kernel(Memory m) {
   const Side& side = m.plan.sides[blockIdx.z];
   __shared__ int keys[kThreads];
-  if (side.height == 1 || int64_t{blockIdx.x} * kItems >= side.padded) {
+  if (!side.ordered || int64_t{blockIdx.x} * kItems >= side.padded) {
     return;
   }
   const int lane = threadIdx.x % 32, slice = threadIdx.x - lane, line = blockIdx.x * kItems + lane;
@@ -358,8 +361,9 @@ __device__ void add_up_heads(const Memory& m, int set_number) {
 // A thread block for each set and head: work tiles and cuts, as numbers within the head. The last adds the heads up.
 __global__ void __launch_bounds__(kThreads) cut_kernel(Memory m) {
   const int set_number = blockIdx.x / m.plan.heads;
-  const int64_t head = blockIdx.x % m.plan.heads, block = m.plan.block;
+  const int64_t head = blockIdx.x % m.plan.heads;
   const TileSet& set = m.plan.sets[set_number];
+  const int64_t block = m.plan.sides[set.side].block_of_others;
   const int32_t* lengths = m.memory + set.lengths + head * set.tiles;
   Reduced lists{};
   for (int t = threadIdx.x; t < set.tiles; t += kThreads) {
@@ -560,8 +564,8 @@ dim3 grid_of(int64_t items, int64_t heads, int number) {
 
 std::tuple<Tensor, Tensor> index_plan(
     const Tensor& bits, int64_t columns, int64_t block, const std::vector<int64_t>& tiles, bool of_rows,
-    bool of_columns, bool bounded) {
-  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
+    bool of_columns, bool bounded, std::optional<int64_t> row_block) {
+  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded, row_block);
   const Launcher launch(bits);
   Tensor memory = empty_on(bits, {plan.size}, ScalarType::Int);
   Tensor counts = launch.zeros(bits, plan.num_counts(), ScalarType::Long);
@@ -575,7 +579,7 @@ std::tuple<Tensor, Tensor> index_plan(
       const int64_t count = int64_t{plan.heads} * side.words * words_of(columns);
       launch(transpose_kernel, blocks_of_warps(count), kThreads, m, i, count);
     }
-    if (side.height > 1) {
+    if (side.ordered) {
       lines += side.of_rows ? 0 : int64_t{plan.heads} * side.lines;
       most_lines = std::max<int64_t>(most_lines, side.padded);
     }
@@ -594,8 +598,8 @@ std::tuple<Tensor, Tensor> index_plan(
 std::vector<Tensor> index_fill(
     const Tensor& bits, const Tensor& memory, const Tensor& counts, int64_t columns, int64_t block,
     const std::vector<int64_t>& tiles, bool of_rows, bool of_columns, bool bounded, int64_t layout_heads,
-    const std::vector<int64_t>& sizes, const std::optional<Tensor>& lost) {
-  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded);
+    const std::vector<int64_t>& sizes, const std::optional<Tensor>& lost, std::optional<int64_t> row_block) {
+  const Plan plan = plan_of(bits, columns, block, tiles, of_rows, of_columns, bounded, row_block);
   check_plan(plan, memory, counts, lost);
   const Launcher launch(bits);
   Filled filled;
