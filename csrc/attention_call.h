@@ -26,7 +26,7 @@ struct ChosenTensors {
 // Tokens of a block row whose queries have chosen: rows of a warp's tile.
 constexpr int64_t kChosenRowBlock = 16;
 
-// Schemas and shapes: library.cpp.
+// Schemas and shapes: library.cpp. chosen: query, and what is like it, is (B, H, T, rows of a token, D).
 struct AttentionCall {
   const Tensor &query, &key, &value;
   int64_t layout_heads, block, tile;
@@ -46,10 +46,13 @@ struct AttentionCall {
   // Each sequence has a layout of its own.
   bool by_sequence = false;
 
+  int64_t head_dim() const { return query.size(query.dim() - 1); }
   // Tokens of a block row; `block` is those of a block column.
   int64_t row_block() const { return chosen ? kChosenRowBlock : block; }
   // Tokens as kernels count them: aligned to whole blocks.
-  int64_t queries() const { return spans ? spans->size(0) * block : query.size(2); }
+  int64_t queries() const {
+    return spans ? spans->size(0) * block : query.size(2) * (chosen ? chosen->rows_of_token : 1);
+  }
   int64_t keys() const { return spans ? spans->size(0) * block : key.size(2); }
   // Lists of a side are of so many layout heads, each for as many heads of one sequence or of all.
   int64_t all_layout_heads() const { return by_sequence ? query.size(0) * layout_heads : layout_heads; }

@@ -1,6 +1,9 @@
 // selected_attention_forward and selected_attention_backward: their arguments and checks, once for all devices.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
 #include <optional>
 
 #include "checks.h"
@@ -27,12 +30,12 @@ struct SelectedCall {
   int64_t keys() const { return key.size(2); }
   bool by_sequence() const { return bits.size(0) != bits_heads; }
 
-  // But for what key, value and key_bias have to be beside the rows of queries: check_attention.
-  void check_all() const {
+  void check_all(int64_t tile) const {
     check_dim(query, 5, "query");
-    check(
-        query.size(4) == 1 || query.stride(4) == 1 || query.numel() == 0,
-        "query has to have the numbers of a token adjacent in memory.");
+    check_attention(
+        torch::stable::select(query, 3, 0), key, value, {}, key_bias, {}, {}, 0, bits_heads, block,
+        std::min(tile, 8 * block));
+    check_rows_of_tokens(query, "query");
     const int64_t group = rows_of_token();
     check(
         group > 0 && group <= 16 && (group & (group - 1)) == 0, "query has to have 1, 2, 4, 8 or 16 rows a token, got ",
@@ -55,6 +58,38 @@ struct SelectedCall {
           "offsets has to be int32 or int64.");
       check(offsets->device() == query.device(), "offsets has to be on the device of the other arguments.");
     }
+  }
+
+  void check_results(
+      const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
+      const Tensor& rows) const {
+    for (auto [x, name] : {std::pair{&grad_output, "grad_output"}, {&output, "output"}}) {
+      check_dim(*x, 5, name);
+      check_like(*x, query, name);
+      for (int64_t dim = 0; dim < 5; ++dim) check_size(*x, dim, query.size(dim), name);
+      check_rows_of_tokens(*x, name);
+    }
+    const auto check_statistics = [&](const Tensor& x, int64_t dims, const char* name) {
+      check_dim(x, dims, name);
+      for (int64_t dim = 0; dim < 4; ++dim) check_size(x, dim, query.size(dim), name);
+      check(x.scalar_type() == lse_type(query), name, " has to be fp32, or fp64 for fp64.");
+      check(x.device() == query.device(), name, " has to be on the device of the other arguments.");
+      check_contiguous(x, name);
+    };
+    check_statistics(rows, 5, "rows");
+    check_size(rows, 4, 2, "rows");
+    if (grad_lse) check_statistics(*grad_lse, 4, "grad_lse");
+  }
+
+ private:
+  // The rows of a token are heads, as far apart as those are.
+  static void check_rows_of_tokens(const Tensor& x, const char* name) {
+    check(
+        x.size(1) <= 1 || x.size(3) <= 1 || x.stride(1) == x.size(3) * x.stride(3), name,
+        " has to be a view of heads, its strides of heads and of rows such.");
+    check(
+        x.size(4) == 1 || x.stride(4) == 1 || x.numel() == 0, name,
+        " has to have the numbers of a token adjacent in memory.");
   }
 };
 

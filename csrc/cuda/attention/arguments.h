@@ -16,7 +16,11 @@ namespace ds_sparse::attention {
 template <class T>
 Matrices<T> matrices_of(const Tensor& x) {
   const auto stride = [&](int dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
-  return {static_cast<T*>(const_cast<void*>(x.const_data_ptr())), stride(0), stride(1), stride(2)};
+  T* data = static_cast<T*>(const_cast<void*>(x.const_data_ptr()));
+  if (x.dim() == 5) {  // rows of tokens
+    return {data, stride(0), stride(1), {stride(2), stride(3), log2_of(x.size(3))}};
+  }
+  return {data, stride(0), stride(1), {stride(2), 0, 0}};
 }
 
 inline RowMaxSum* row_max_sums_in(Tensor& x) { return reinterpret_cast<RowMaxSum*>(x.mutable_data_ptr<float>()); }
@@ -94,7 +98,7 @@ inline Bias bias_of(const std::optional<Tensor>& x, const Tensor& query) {
 inline void check_alignment(const Tensor& x, const char* name) {
   const int64_t run = 16 / x.element_size();
   bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
-  for (int dim = 0; dim < 3; ++dim) {
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) {
     aligned = aligned && (x.size(dim) == 1 || x.stride(dim) % run == 0);
   }
   check(aligned, name, " has to begin at a multiple of 16 bytes, and its strides have to be such; make it contiguous.");
@@ -169,7 +173,7 @@ void with_padded_head_dim(int64_t head_dim, const F& f) {
 template <class F>
 void with_head_dim(const Tensor& query, const F& f) {
   with_element<false>(query, "attention", [&](auto zero) {
-    with_padded_head_dim(query.size(3), [&](auto padded) { f(zero, padded); });
+    with_padded_head_dim(query.size(query.dim() - 1), [&](auto padded) { f(zero, padded); });
   });
 }
 
@@ -190,7 +194,7 @@ inline bool runs_on_hopper(const Launcher& launch, const AttentionCall& call) {
   const bool on_hopper = is_for_hopper(launch, call.implementation);
   const Tensor& query = call.query;
   check(
-      !on_hopper || (query.element_size() == 2 && query.size(3) <= 128 && call.block >= 16),
+      !on_hopper || (query.element_size() == 2 && call.head_dim() <= 128 && call.block >= 16),
       "implementation is \"hopper\", which is for fp16 and bf16, up to 128 numbers a token and blocks of 16 or more.");
   const int64_t wanted = on_hopper ? kHopperBlockM : kBlockM;
   check(

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(2 * kThreads)
         *reinterpret_cast<float4*>(shares + (cut.matrix * length + token) * head_dim + column) = sum;
       } else {
         store_run(
-            grad.of(cut.batch, cut.head) + sweep.lists.spans.token(token) * grad.token_stride + column,
+            grad.of(cut.batch, cut.head) + grad.tokens.at(sweep.lists.spans.token(token)) + column,
             Run<T, 4>{T(sum.x), T(sum.y), T(sum.z), T(sum.w)});
       }
     };
@@ -73,7 +73,7 @@ __global__ void add_shares_kernel(
     for (int head = 0; head < heads_of_group; ++head) {
       sum += shares[((matrix * heads_of_group + head) * length + token) * head_dim + column];
     }
-    grad.of(matrix / key_heads, matrix % key_heads)[spans.token(token) * grad.token_stride + column] = T(sum);
+    grad.of(matrix / key_heads, matrix % key_heads)[grad.tokens.at(spans.token(token)) + column] = T(sum);
   }
 }
 
@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     bool deterministic) {
   const Tensor &query = call.query, &key = call.key, &value = call.value;
   const Tensor &grad_output = results.grad_output, &output = results.output;
-  const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), head_dim = query.size(3);
+  const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), head_dim = call.head_dim();
   check_alignment(grad_output, "grad_output");
   check_alignment(output, "output");
   Tensor grad_query = empty_in_order_of(query);

@@ -80,13 +80,11 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
         const int kv_head = head / p.heads_of_group;
         const auto own_token = [&](int tile_row) { return memory.tokens[tile_row]; };
         const auto other_token = [&](int tile_row) { return other.token(step, tile_row); };
+        load_tile<kHeadDim, kBlockM>(memory.query, p.query.of(batch, head), p.query.tokens, p.head_dim, own_token);
         load_tile<kHeadDim, kBlockM>(
-            memory.query, p.query.of(batch, head), p.query.token_stride, p.head_dim, own_token);
-        load_tile<kHeadDim, kBlockM>(
-            memory.grad_output, p.grad_output.of(batch, head), p.grad_output.token_stride, p.head_dim, own_token);
-        load_tile<kHeadDim, kBlockN>(memory.key, p.key.of(batch, kv_head), p.key.token_stride, p.head_dim, other_token);
-        load_tile<kHeadDim, kBlockN>(
-            memory.value, p.value.of(batch, kv_head), p.value.token_stride, p.head_dim, other_token);
+            memory.grad_output, p.grad_output.of(batch, head), p.grad_output.tokens, p.head_dim, own_token);
+        load_tile<kHeadDim, kBlockN>(memory.key, p.key.of(batch, kv_head), p.key.tokens, p.head_dim, other_token);
+        load_tile<kHeadDim, kBlockN>(memory.value, p.value.of(batch, kv_head), p.value.tokens, p.head_dim, other_token);
         end_of_copies();
         if (threadIdx.x < kBlockN / 8) {
           memory.octets[threadIdx.x] = other.octet(step, threadIdx.x);

@@ -150,7 +150,8 @@ __device__ __forceinline__ void run_producer(
           }
           __syncwarp();
           if (boxes.any) {
-            boxes.copy(stage.grads, &maps.grad_output, &full, here.token_in_memory, work.head, work.batch);
+            const int2 place = place_of_rows<kLimited>(p.query.tokens, here.token_in_memory, work.head);
+            boxes.copy(stage.grads, &maps.grad_output, &full, place.x, place.y, work.batch);
             for (int member = boxes.panel; member < members; member += kHeadDim / kPanel) {
               bulk_load(
                   memory.row_stats[pipe.index][member] + boxes.tile_row,
@@ -163,7 +164,8 @@ __device__ __forceinline__ void run_producer(
           announce_step<kBlockN, kLimited>(
               memory, pipe.index, full, here, live, sizeof(stage.queries), lists, work, step);
           if (boxes.any) {
-            boxes.copy(stage.queries, &maps.query, &full, here.token_in_memory, work.head, work.batch);
+            const int2 place = place_of_rows<kLimited>(p.query.tokens, here.token_in_memory, work.head);
+            boxes.copy(stage.queries, &maps.query, &full, place.x, place.y, work.batch);
           }
         }
       }
@@ -289,13 +291,13 @@ __device__ __forceinline__ void to_score_gradients(
 }
 
 // The epilogue: a warp's gradients of keys and values. Its space has room for both results, or for one after the other.
-template <class T, int kHeadDim, bool kPacked>
+template <class T, int kHeadDim, Scores kScores>
 __device__ __forceinline__ void store_gradients(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, const WorkItem& item, T* space, float of_dropout,
     int lane, const float (&grad_key)[kHeadDim / 2], const float (&grad_value)[kHeadDim / 2]) {
   constexpr int kPanelsOfSpace = 2, kElements = 16 * kPanel;
   warp_tma_store_wait(lane);
-  store_work_tile<kHeadDim, kPacked>(
+  store_work_tile<kHeadDim, kScores>(
       grad_key, p.scoring.scale, p, sweep, item, space, kElements, &maps.grad_key, sweep.grad_first, sweep.first_splits,
       sweep.first_shares);
   if constexpr (kHeadDim == kPanelsOfSpace * kPanel) {
@@ -303,7 +305,7 @@ __device__ __forceinline__ void store_gradients(
   } else {
     space += kElements;
   }
-  store_work_tile<kHeadDim, kPacked>(
+  store_work_tile<kHeadDim, kScores>(
       grad_value, of_dropout, p, sweep, item, space, kElements, &maps.grad_value, sweep.grad_second,
       sweep.second_splits, sweep.second_shares);
 }
@@ -482,7 +484,7 @@ __device__ __forceinline__ void run_consumer(
     warpgroup_wait<0>();
     are_added();
     warp_arrive(memory.own_empty[own_pipe.index], lane);
-    store_gradients<T, kHeadDim, are_packed(kScores)>(
+    store_gradients<T, kHeadDim, kScores>(
         p, sweep, maps, item, reinterpret_cast<T*>(memory.spaces[warp_tile / 16]), of_dropout, lane, grad_key,
         grad_value);
     warp_arrive(memory.work_empty[work_pipe.index], lane);
@@ -571,7 +573,7 @@ __global__ void round_grad_query_kernel(
       probe = fmaf(first, 0.0f, fmaf(second, 0.0f, probe));
       pair[lane] = AccumulatorAsA<T>::pack(first, second);
     }
-    *reinterpret_cast<uint4*>(to + int64_t{span.x + tile_row} * grad.token_stride + 8 * run) = rounded;
+    *reinterpret_cast<uint4*>(to + grad.tokens.at(span.x + tile_row) + 8 * run) = rounded;
     if (probe != 0) {
       state->not_finite = 1;
     }
@@ -588,8 +590,9 @@ void columns_on_hopper(
     constexpr int kHeadDim = decltype(head_dim)::value;
     const int own_box = std::min(1 << sweep.lists.log_block, kHopperBlockM),
               box = std::min(1 << sweep.lists.log_other, kBlockN);
-    const Maps maps{tensor_map(key, own_box),     tensor_map(value, own_box), tensor_map(query, box),
-                    tensor_map(grad_output, box), tensor_map(grad_key, 16),   tensor_map(grad_value, 16)};
+    const Maps maps{tensor_map(key, own_box),       tensor_map(value, own_box),
+                    tensor_map_of_rows(query, box), tensor_map_of_rows(grad_output, box),
+                    tensor_map(grad_key, 16),       tensor_map(grad_value, 16)};
     const auto run = [&](auto kind, auto with_queries) {
       constexpr Scores kScores = decltype(kind)::value;
       with_scheduler(

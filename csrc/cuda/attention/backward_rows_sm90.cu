@@ -72,8 +72,9 @@ __device__ __forceinline__ void run_producer(
     }
     if (token >= 0) {
       const int from = item.template in_memory<kPacked>(own_boxes.tile_row);
-      own_boxes.copy(own.queries, &maps.query, &q_full, from, work.head, work.batch);
-      own_boxes.copy(own.grads, &maps.grad_output, &q_full, from, work.head, work.batch);
+      const int2 place = place_of_rows<kLimited>(p.query.tokens, from, work.head);
+      own_boxes.copy(own.queries, &maps.query, &q_full, place.x, place.y, work.batch);
+      own_boxes.copy(own.grads, &maps.grad_output, &q_full, place.x, place.y, work.batch);
     }
     if (steps == 0) {
       continue;
@@ -227,7 +228,7 @@ __device__ __forceinline__ void run_consumer(
       added(last);
     }
     named_barrier_sync<128>(1 + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
-    store_work_tile<kHeadDim, are_packed(kScores)>(
+    store_work_tile<kHeadDim, kScores>(
         sums, p.scoring.scale, p, sweep, item, memory.own[work_pipe.index].queries[0] + warp_tile * kPanel,
         kHopperBlockM * kPanel, &maps.grad_query, sweep.grad_first, sweep.first_splits, sweep.first_shares);
     if (lane == 0) {
@@ -275,8 +276,8 @@ void rows_on_hopper(
     const int own_box = std::min(1 << sweep.lists.log_block, kHopperBlockM),
               box = std::min(1 << sweep.lists.log_other, kBlockN);
     const Maps maps{
-        tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box),
-        tensor_map(grad_query, 16)};
+        tensor_map_of_rows(query, own_box), tensor_map_of_rows(grad_output, own_box), tensor_map(key, box),
+        tensor_map(value, box), tensor_map_of_rows(grad_query, 16)};
     with_scheduler(
         launch, &p.state->row_tickets, sweep.lists, copies, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
           launch.with_shared_memory(

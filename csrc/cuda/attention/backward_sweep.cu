@@ -68,11 +68,10 @@ __global__ void __launch_bounds__(kThreads)
     }
     const auto token_of = [&](int tile_row) { return other.token(step, tile_row); };
     load_tile<kHeadDim, kBlockN>(
-        stage.first, kByColumns ? query : key, kByColumns ? p.query.token_stride : p.key.token_stride, p.head_dim,
-        token_of);
+        stage.first, kByColumns ? query : key, kByColumns ? p.query.tokens : p.key.tokens, p.head_dim, token_of);
     load_tile<kHeadDim, kBlockN>(
-        stage.second, kByColumns ? grad_output : value, kByColumns ? p.grad_output.token_stride : p.value.token_stride,
-        p.head_dim, token_of);
+        stage.second, kByColumns ? grad_output : value, kByColumns ? p.grad_output.tokens : p.value.tokens, p.head_dim,
+        token_of);
     end_of_copies();
   };
 
@@ -83,11 +82,10 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const auto own_token = [&](int tile_row) { return memory.tokens[tile_row]; };
   load_tile<kHeadDim, kBlockM>(
-      memory.first, kByColumns ? key : query, kByColumns ? p.key.token_stride : p.query.token_stride, p.head_dim,
-      own_token);
+      memory.first, kByColumns ? key : query, kByColumns ? p.key.tokens : p.query.tokens, p.head_dim, own_token);
   load_tile<kHeadDim, kBlockM>(
-      memory.second, kByColumns ? value : grad_output, kByColumns ? p.value.token_stride : p.grad_output.token_stride,
-      p.head_dim, own_token);
+      memory.second, kByColumns ? value : grad_output, kByColumns ? p.value.tokens : p.grad_output.tokens, p.head_dim,
+      own_token);
   if (steps > 0) {
     load(0);
   } else {
@@ -248,7 +246,7 @@ __global__ void __launch_bounds__(kThreads)
       T* to = grad.of(work.batch, work.head) + first_column;
       store_warp_tile<kColumns, pitch>(sums, factor, factor, space, columns, [&](int tile_row) -> T* {
         const int token = memory.tokens[warp_tile * 16 + tile_row];
-        return token < 0 ? nullptr : to + token * grad.token_stride;
+        return token < 0 ? nullptr : to + grad.tokens.at(token);
       });
     }
   };

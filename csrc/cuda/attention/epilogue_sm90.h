@@ -6,6 +6,7 @@
 
 #include "backward.h"
 #include "mainloop_sm90.h"
+#include "scores_sm90.h"
 
 namespace ds_sparse::attention {
 
@@ -13,14 +14,14 @@ namespace ds_sparse::attention {
 // them the next document's. By a whole warp.
 template <int kHeadDim, class T>
 __device__ __forceinline__ void store_short_warp_tile(
-    const T* panels, int panel_elements, int first, const int* tokens, int first_in_memory, T* to, int64_t token_stride,
-    int head_dim) {
+    const T* panels, int panel_elements, int first, const int* tokens, int first_in_memory, T* to,
+    const TokenStrides& in_order, int head_dim) {
   constexpr int runs = kHeadDim / 8;
 #pragma unroll 1
   for (int number = lane_asked_anew(); number < 16 * runs; number += 32) {
     const int row = number / runs, run = number % runs;
     if (tokens[first + row] >= 0 && 8 * run < head_dim) {
-      *reinterpret_cast<uint4*>(to + (first_in_memory + row) * token_stride + 8 * run) =
+      *reinterpret_cast<uint4*>(to + in_order.at(first_in_memory + row) + 8 * run) =
           *reinterpret_cast<const uint4*>(run_of_line(panels + run / 8 * panel_elements, first + row, run % 8));
     }
   }
@@ -70,7 +71,7 @@ __device__ __forceinline__ void store_packed_tile(
     const int first = (__ffs(left) - 1) / kPanels * 16;
     store_short_warp_tile<kHeadDim>(
         panels[0], kHopperBlockM * kPanel, first, item.tokens, item.in_memory<true>(first),
-        to.of(item.work.batch, item.work.head), to.token_stride, head_dim);
+        to.of(item.work.batch, item.work.head), to.tokens, head_dim);
   }
 }
 
@@ -129,11 +130,12 @@ __device__ __forceinline__ void store_sums(
 
 // Writes what a work tile of a sweep has summed for its own tokens: to a split, to a head's share, or to the gradient,
 // by way of `rows` of panels that are so many elements apart: they are read until the first lane's stores are done.
-template <int kHeadDim, bool kPacked, class T>
+template <int kHeadDim, Scores kScores, class T>
 __device__ __forceinline__ void store_work_tile(
     const float (&sums)[kHeadDim / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const WorkItem& item,
     T* lines, int panel_elements, const CUtensorMap* grad, const Matrices<T>& to, const SplitResults& splits,
     float* shares) {
+  constexpr bool kPacked = are_packed(kScores);
   const WorkTile& work = item.work;
   const int tile_row0 = lane_row();
   note_not_finite(sums, item.tokens + tile_row0, p.state);
@@ -154,12 +156,13 @@ __device__ __forceinline__ void store_work_tile(
     if (kPacked && token >= 0 && tokens[15] < 0) {
       store_short_warp_tile<kHeadDim>(
           lines, panel_elements, 0, tokens, item.in_memory<true>(warp_tile_row()), to.of(work.batch, work.head),
-          to.token_stride, p.head_dim);
+          to.tokens, p.head_dim);
     } else if (threadIdx.x % 32 == 0 && token >= 0) {
-      const int place = item.in_memory<kPacked>(warp_tile_row());
+      const int2 place =
+          place_of_rows<are_limited(kScores)>(to.tokens, item.in_memory<kPacked>(warp_tile_row()), work.head);
 #pragma unroll
       for (int panel = 0; panel < kHeadDim / kPanel; ++panel) {
-        tma_store(grad, lines + panel * panel_elements, panel * kPanel, place, work.head, work.batch);
+        tma_store(grad, lines + panel * panel_elements, panel * kPanel, place.x, place.y, work.batch);
       }
       tma_store_arrive();
     }

@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       stage.octets[threadIdx.x] = other.octet(step, threadIdx.x);
     }
     const auto token_of = [&](int tile_row) { return other.token(step, tile_row); };
-    load_tile<kHeadDim, kBlockN>(stage.keys, key, p.key.token_stride, p.head_dim, token_of);
-    load_tile<kColumns, kBlockN>(stage.values, value, p.value.token_stride, p.head_dim - first_column, token_of);
+    load_tile<kHeadDim, kBlockN>(stage.keys, key, p.key.tokens, p.head_dim, token_of);
+    load_tile<kColumns, kBlockN>(stage.values, value, p.value.tokens, p.head_dim - first_column, token_of);
     end_of_copies();
   };
 
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   }
   __syncthreads();
   load_tile<kHeadDim, kBlockM>(
-      memory.queries, p.query.of(work.batch, work.head), p.query.token_stride, p.head_dim,
+      memory.queries, p.query.of(work.batch, work.head), p.query.tokens, p.head_dim,
       [&](int tile_row) { return memory.tokens[tile_row]; });
   if (steps > 0) {
     load(0);
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       output, factor0, factor8, memory.queries + warp_tile * 16 * kPitchQ, p.head_dim - first_column,
       [&](int tile_row) -> T* {
         const int token = memory.tokens[warp_tile * 16 + tile_row];
-        return token < 0 ? nullptr : to + token * p.output.token_stride;
+        return token < 0 ? nullptr : to + p.output.tokens.at(token);
       });
   if (lane % 4 == 0 && work.column_tile == 0) {
     const int64_t first = work.matrix * p.scoring.queries;
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(2 * kThreads)
     }
     const float factor = sum > 0 ? 1 / sum : 0.0f;
     store_run(
-        p.output.of(cut.batch, cut.head) + p.lists.spans.token(token) * p.output.token_stride + column,
+        p.output.of(cut.batch, cut.head) + p.output.tokens.at(p.lists.spans.token(token)) + column,
         Run<T, 4>{T(value.x * factor), T(value.y * factor), T(value.z * factor), T(value.w * factor)});
     if (column == 0) {
       const RowMaxSum row(row_max, sum);
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(2 * kThreads)
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, const TileTensors& rows) {
   const Tensor &query = call.query, &key = call.key, &value = call.value;
-  const int64_t batch = query.size(0), heads = query.size(1), tokens = call.queries(), head_dim = query.size(3);
+  const int64_t batch = query.size(0), heads = query.size(1), tokens = call.queries(), head_dim = call.head_dim();
   Tensor output = empty_in_order_of(query);
   Tensor lse = empty_on(query, {batch, heads, tokens}, ScalarType::Float);
   Tensor row_sums = empty_on(query, {batch, heads, tokens, 2}, ScalarType::Float);

@@ -31,8 +31,8 @@ __device__ __forceinline__ void run_scheduler(
     if constexpr (M::kPacked) {
       store_packed_tile(output_maps, boxes, memory.queries[work_pipe.index], item, p.output, p.head_dim);
     } else if (boxes.any && item.tokens[boxes.tile_row] >= 0) {
-      boxes.store(
-          &output_maps.box, memory.queries[work_pipe.index], item.tokens[boxes.tile_row], work.head, work.batch);
+      const int2 place = place_of_rows<M::kLimited>(p.output.tokens, item.tokens[boxes.tile_row], work.head);
+      boxes.store(&output_maps.box, memory.queries[work_pipe.index], place.x, place.y, work.batch);
       tma_store_arrive();
     }
     const int64_t first = work.matrix * p.scoring.queries;
@@ -75,7 +75,8 @@ __device__ __forceinline__ void run_scheduler(
     }
     if (token >= 0) {
       const int from = item.template in_memory<M::kPacked>(boxes.tile_row);
-      boxes.copy(memory.queries[work_pipe.index], query_map, &full, from, work.head, work.batch);
+      const int2 place = place_of_rows<M::kLimited>(p.query.tokens, from, work.head);
+      boxes.copy(memory.queries[work_pipe.index], query_map, &full, place.x, place.y, work.batch);
     }
     number = TileScheduler::tile_of(ticket);
     ticket = scheduler.draw();
@@ -229,8 +230,8 @@ void forward_on_hopper(
     constexpr int kConsumerGroups = M::Tuning::kConsumerGroups, kBlockN = M::kBlockN;
     const int box = std::min(1 << p.lists.log_other, kBlockN),
               own_box = std::min(1 << p.lists.log_block, kHopperBlockM);
-    const CUtensorMap query_map = tensor_map(query, own_box);
-    OutputMaps<M::kPacked> output_maps{tensor_map(output, own_box)};
+    const CUtensorMap query_map = tensor_map_of_rows(query, own_box);
+    OutputMaps<M::kPacked> output_maps{tensor_map_of_rows(output, own_box)};
     if constexpr (M::kPacked) {
       output_maps.warp_tile = tensor_map(output, 16);
     }

@@ -13,11 +13,22 @@
 
 namespace ds_sparse::attention {
 
+// Where tokens lie in a matrix. Of queries that have chosen their keys, numbers count rows: 2**log_rows of each token.
+struct TokenStrides {
+  int64_t token, row;
+  int log_rows;
+
+  __device__ __forceinline__ int64_t at(int64_t number) const {
+    return (number >> log_rows) * token + (number & ((1 << log_rows) - 1)) * row;
+  }
+};
+
 // A matrix (tokens, D) for each batch and head; strides in elements.
 template <class T>
 struct Matrices {
   T* data;
-  int64_t batch_stride, head_stride, token_stride;
+  int64_t batch_stride, head_stride;
+  TokenStrides tokens;
 
   __device__ T* of(int batch, int head) const { return data + batch * batch_stride + head * head_stride; }
 };
@@ -33,7 +44,7 @@ using Tile = T[kTokens * kPitch<T, kHeadDim>];
 // is none.
 template <int kHeadDim, int kTokens, class T, class F>
 __device__ __forceinline__ void load_tile(
-    T* tile, const T* data, int64_t token_stride, int columns, const F& token_of) {
+    T* tile, const T* data, const TokenStrides& tokens, int columns, const F& token_of) {
   constexpr int runs = kHeadDim / kRun<T>, step = kThreads / runs;
   static_assert(kThreads % runs == 0 && kTokens % step == 0 || kTokens < step);
   const int column = threadIdx.x % runs * kRun<T>, first = threadIdx.x / runs;
@@ -45,7 +56,7 @@ __device__ __forceinline__ void load_tile(
       const int token = token_of(tile_row);
       const bool exists = token >= 0 && column < columns;
       start_copy<16>(
-          to + i * step * kPitch<T, kHeadDim> * sizeof(T), exists ? data + token * token_stride + column : data,
+          to + i * step * kPitch<T, kHeadDim> * sizeof(T), exists ? data + tokens.at(token) + column : data,
           exists ? 16 : 0);
     }
   }

@@ -42,6 +42,14 @@ struct Boxes {
   }
 };
 
+// Coordinates of rows in a tensor map, beside the column and the batch: token and head, or, where there are several
+// rows a token, which are heads, the first head and the token. kLimited: there may be.
+template <bool kLimited>
+__device__ __forceinline__ int2 place_of_rows(const TokenStrides& tokens, int number, int head) {
+  return kLimited && tokens.log_rows > 0 ? make_int2(head << tokens.log_rows, number >> tokens.log_rows)
+                                         : make_int2(number, head);
+}
+
 // A step of the other side, as a producer warp sees it: its box's first token, and a group of 16 for the first lanes.
 template <int kTokens, bool kPacked>
 struct Gathered {

@@ -40,11 +40,12 @@ __device__ float dot(const OwnRow& own, const T* other, int head_dim) {
 // sums += the weights that lanes have of rows, which lie at `in_memory`; of those lanes that have a bit in `lanes`.
 template <class T>
 __device__ void add_rows(
-    SumsOfLane& sums, uint32_t lanes, float weight, int64_t in_memory, const T* rows, int64_t stride, int head_dim) {
+    SumsOfLane& sums, uint32_t lanes, float weight, int64_t in_memory, const T* rows, const TokenStrides& tokens,
+    int head_dim) {
   for (; lanes != 0; lanes &= lanes - 1) {
     const int from = __ffs(lanes) - 1;
     const float of_row = __shfl_sync(kWarp, weight, from);
-    const T* row = rows + __shfl_sync(kWarp, in_memory, from) * stride;
+    const T* row = rows + tokens.at(__shfl_sync(kWarp, in_memory, from));
 #pragma unroll
     for (int i = 0; i < kColumnsOfLane; ++i) {
       const int column = lane_of_warp() + 32 * i;
@@ -169,11 +170,11 @@ __global__ void __launch_bounds__(32 * kWarps)
       return;
     }
     const int64_t in_memory = spans.token(token);
-    T* output = p.output.of(batch, head) + in_memory * p.output.token_stride;
+    T* output = p.output.of(batch, head) + p.output.tokens.at(in_memory);
     if (is_finite(output, head_dim)) {
       return;
     }
-    fetch_row(query, p.query.of(batch, head) + in_memory * p.query.token_stride, head_dim);
+    fetch_row(query, p.query.of(batch, head) + p.query.tokens.at(in_memory), head_dim);
     const T *keys = p.key.of(batch, head / p.heads_of_group), *values = p.value.of(batch, head / p.heads_of_group);
     const Dropout dropout = p.scoring.drops() ? p.scoring.dropout() : Dropout{};
     float row_max = -kInfinity, row_sum = 0;
@@ -181,9 +182,8 @@ __global__ void __launch_bounds__(32 * kWarps)
     for_each_seen<false>(p.lists, p.scoring, batch, head, token, p.scoring.keys, [&](int key) {
       const int64_t at = key < 0 ? 0 : spans.token(key);
       const float score =
-          key < 0
-              ? -kInfinity
-              : score_of<T>(p.scoring, dot(query, keys + at * p.key.token_stride, head_dim), batch, head, token, key);
+          key < 0 ? -kInfinity
+                  : score_of<T>(p.scoring, dot(query, keys + p.key.tokens.at(at), head_dim), batch, head, token, key);
       const bool counts = score != -kInfinity;
       float new_max = score;
       for (int bit = 16; bit > 0; bit /= 2) {
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       for (float& sum : sums) {
         sum *= rescale;
       }
-      add_rows(sums, __ballot_sync(kWarp, counts), prob, at, values, p.value.token_stride, head_dim);
+      add_rows(sums, __ballot_sync(kWarp, counts), prob, at, values, p.value.tokens, head_dim);
     });
     const float of_dropout = p.scoring.drops() ? dropout.factor() : 1.0f;
     store_row(output, sums, row_sum == 0 ? 0.0f : of_dropout / row_sum, head_dim);
@@ -223,14 +223,14 @@ __device__ void add_gradients(
   const T *queries = p.query.of(batch, head), *grads = p.grad_output.of(batch, head);
   const T *keys = p.key.of(batch, kv_head), *values = p.value.of(batch, kv_head);
   const int64_t in_memory = lists.spans.token(token);
-  const auto fetch = [&](int number, const T* rows, int64_t stride) {
-    fetch_row(own[number], rows + in_memory * stride, p.head_dim);
+  const auto fetch = [&](int number, const T* rows, const TokenStrides& tokens) {
+    fetch_row(own[number], rows + tokens.at(in_memory), p.head_dim);
   };
-  fetch(0, kTransposed ? keys : queries, kTransposed ? p.key.token_stride : p.query.token_stride);
-  fetch(1, kTransposed ? values : grads, kTransposed ? p.value.token_stride : p.grad_output.token_stride);
+  fetch(0, kTransposed ? keys : queries, kTransposed ? p.key.tokens : p.query.tokens);
+  fetch(1, kTransposed ? values : grads, kTransposed ? p.value.tokens : p.grad_output.tokens);
   const T *first = kTransposed ? queries : keys, *second = kTransposed ? grads : values;
-  const int64_t first_stride = kTransposed ? p.query.token_stride : p.key.token_stride;
-  const int64_t second_stride = kTransposed ? p.grad_output.token_stride : p.value.token_stride;
+  const TokenStrides& of_first = kTransposed ? p.query.tokens : p.key.tokens;
+  const TokenStrides& of_second = kTransposed ? p.grad_output.tokens : p.value.tokens;
   const Dropout dropout = p.scoring.drops() ? p.scoring.dropout() : Dropout{};
   const int length = kTransposed ? p.scoring.queries : p.scoring.keys;
   for_each_seen<kTransposed>(lists, p.scoring, batch, head, token, length, [&](int other) {
@@ -238,20 +238,20 @@ __device__ void add_gradients(
     const int query = kTransposed ? other : token, key = kTransposed ? token : other;
     float score = -kInfinity, grad = 0, prob = 0;
     if (other >= 0) {
-      score = score_of<T>(p.scoring, dot(own[0], first + at * first_stride, p.head_dim), batch, head, query, key);
+      score = score_of<T>(p.scoring, dot(own[0], first + of_first.at(at), p.head_dim), batch, head, query, key);
     }
     const RowStats row = other < 0 ? no_row_stats() : p.row_stats.at(matrix, query);
     const bool counts = score != -kInfinity && row.inverse_sum != 0;
     if (counts) {
       const float factor = !p.scoring.drops() ? 1.0f : dropout.keeps(matrix, query, key) ? dropout.factor() : 0.0f;
       prob = exp2_approx((score - row.row_max) * attention::kLog2E) * row.inverse_sum;
-      grad = prob * (dot(own[1], second + at * second_stride, p.head_dim) * factor - row.delta);
+      grad = prob * (dot(own[1], second + of_second.at(at), p.head_dim) * factor - row.delta);
       prob *= factor;
     }
     const uint32_t lanes = __ballot_sync(kWarp, counts);
-    add_rows(sums_first, lanes, grad, at, first, first_stride, p.head_dim);
+    add_rows(sums_first, lanes, grad, at, first, of_first, p.head_dim);
     if constexpr (kTransposed) {
-      add_rows(sums_second, lanes, prob, at, second, second_stride, p.head_dim);
+      add_rows(sums_second, lanes, prob, at, second, of_second, p.head_dim);
     }
   });
   __syncwarp();
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(32 * kWarps) recompute_gradients_kernel(
     if (number < all_queries) {
       const int64_t matrix = number / queries;
       const int token = number % queries;
-      T* grad = grad_query.of(matrix / p.heads, matrix % p.heads) + rows.spans.token(token) * grad_query.token_stride;
+      T* grad = grad_query.of(matrix / p.heads, matrix % p.heads) + grad_query.tokens.at(rows.spans.token(token));
       if (rows.spans.has(token) && !is_finite(grad, p.head_dim)) {
         add_gradients<T, false>(p, rows, matrix, token, own, first, second);
         store_row(grad, first, p.scoring.scale, p.head_dim);
@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(32 * kWarps) recompute_gradients_kernel(
     const int64_t matrix = number / keys;  // of keys
     const int token = number % keys, batch = matrix / key_heads, kv_head = matrix % key_heads;
     const int64_t in_memory = columns.spans.token(token);
-    T* of_key = grad_key.of(batch, kv_head) + in_memory * grad_key.token_stride;
-    T* of_value = grad_value.of(batch, kv_head) + in_memory * grad_value.token_stride;
+    T* of_key = grad_key.of(batch, kv_head) + grad_key.tokens.at(in_memory);
+    T* of_value = grad_value.of(batch, kv_head) + grad_value.tokens.at(in_memory);
     if (columns.spans.has(token) && !(is_finite(of_key, p.head_dim) && is_finite(of_value, p.head_dim))) {
       for (int head = kv_head * p.heads_of_group; head < (kv_head + 1) * p.heads_of_group; ++head) {
         add_gradients<T, true>(p, columns, int64_t{batch} * p.heads + head, token, own, first, second);

@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = i * kBeside + lane / kLanes;
       const int64_t token = kPacked ? row < span.y ? span.x + row : 0 : min(first + row, queries - 1);
-      const auto x = load_aligned(a + token * grad_output.token_stride + column);
-      const auto y = load_aligned(b + token * output.token_stride + column);
+      const auto x = load_aligned(a + grad_output.tokens.at(token) + column);
+      const auto y = load_aligned(b + output.tokens.at(token) + column);
 #pragma unroll
       for (int e = 0; e < kRun<T>; ++e) {
         products[i] += static_cast<float>(x.element[e]) * static_cast<float>(y.element[e]);
@@ -77,8 +77,8 @@ RowsOfBackward make_row_stats(
   if (grad_lse) {
     check_contiguous(*grad_lse, "grad_lse");
   }
-  const int64_t batch = output.size(0), heads = output.size(1), head_dim = output.size(3), queries = row_sums.size(2),
-                block = 1 << spans.log_block;
+  const int64_t batch = output.size(0), heads = output.size(1), head_dim = output.size(output.dim() - 1),
+                queries = row_sums.numel() / (2 * batch * heads), block = 1 << spans.log_block;
   const int64_t multiple = std::max<int64_t>(block, kHopperBlockM);
   const int64_t padded = (queries + multiple - 1) / multiple * multiple, rows = batch * heads * padded;
   const int64_t padded_queries = (queries + 15) / 16 * 16, columns = head_dim <= 64 ? 64 : 128;

@@ -60,6 +60,24 @@ inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
       {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(box), 1, 1}, columns * 2);
 }
 
+// Describes a tensor (B, H, tokens, D), or (B, H, tokens, rows of a token, D), rows being heads: boxes of 16 rows or
+// more, by heads first and then tokens.
+inline CUtensorMap tensor_map_of_rows(const Tensor& x, int box) {
+  if (x.dim() == 4) {
+    return tensor_map(x, box);
+  }
+  const auto size = [&](int dim) { return static_cast<cuuint64_t>(x.size(dim)); };
+  const auto rows = static_cast<cuuint32_t>(x.size(3));
+  if (rows == 1) {
+    return encode_map<4>(
+        x, {size(4), size(2), size(1), size(0)}, {map_stride(x, 2), map_stride(x, 1), map_stride(x, 0)},
+        {64, static_cast<cuuint32_t>(box), 1, 1}, 128);
+  }
+  return encode_map<4>(
+      x, {size(4), size(1) * rows, size(2), size(0)}, {map_stride(x, 3), map_stride(x, 2), map_stride(x, 0)},
+      {64, rows, static_cast<cuuint32_t>(box) / rows, 1}, 128);
+}
+
 // Describes a tensor (B, H, tokens, D): boxes of four runs of `run` tokens and 64 columns, in which the first two
 // tokens of each run come first, then the next two of each. Where such tokens are a product's columns, a lane's sums,
 // of which it has two in every eight, are a run. A box's place is one number, as few dimensions are left: of its first
