@@ -236,8 +236,14 @@ struct Plan {
     for (int i = 0; i < num_sets; ++i) sum += static_cast<int64_t>(sets[i].tiles) * heads;
     return sum;
   }
-  constexpr int64_t stretches(int set, int64_t all_entries) const {
-    return sets[set].in_turns ? stretches_of(all_entries, all_tiles(), sides[sets[set].side].block_of_others) : 1;
+  // Stretches of a set whose tiles are ordered in turns, by the lists of all tiles, or, where sides have other blocks, by
+  // its own.
+  constexpr int64_t stretches(int set, const Header& header) const {
+    if (!sets[set].in_turns) return 1;
+    const Side& side = sides[sets[set].side];
+    return side.block == side.block_of_others
+               ? stretches_of(header.all_entries, all_tiles(), side.block)
+               : stretches_of(header.totals[set][kEntries], int64_t{sets[set].tiles} * heads, side.block_of_others);
   }
 };
 
@@ -356,8 +362,9 @@ inline Plan plan_of(
       check(set.height >= side.height, "tiles has to ascend.");
       side.height = set.height;
       set.tiles = ceil_div(side.lines, set.height);
-      // Not in tiles of columns of two lines, where ascending lists were up to 3 % faster.
-      set.in_turns = tile == kTallTile && set.height > (rows ? 1 : 2);
+      // Not in tiles of columns of two lines, where ascending lists were up to 3 % faster; but where rows are a model's
+      // choice, few are both's.
+      set.in_turns = tile == kTallTile && set.height > (rows || row_block ? 1 : 2);
       set.most_cuts = bounded ? set.tiles / kTilesOfCut + 1 : ceil_div(2 * set.tiles, 3) + 1;
       set.most_work = set.tiles + (bounded ? set.tiles / kTilesOfPart + 1 : set.most_cuts);
       set.lengths = take(set.tiles);

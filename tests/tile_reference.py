@@ -25,29 +25,36 @@ class TileSet:
 
 
 def tile_sets(
-    live: torch.Tensor, block: int, heights: list[int], sides: list[str], bounded: bool, space: int | None = None
+    live: torch.Tensor,
+    block: int,
+    heights: list[int],
+    sides: list[str],
+    bounded: bool,
+    space: int | None = None,
+    row_block: int | None = None,
 ) -> list[TileSet]:
     """The sets of a layout, bool (L, R, C), in the order of index_fill; `space` is that for the entries of each set."""
-    sets = [(side, tile, max(1, tile // block)) for side in sides for tile in heights]
+    block_of = {"rows": row_block or block, "columns": block}
+    other_of = {"rows": block, "columns": row_block or block}
+    sets = [(side, tile, max(1, tile // block_of[side])) for side in sides for tile in heights]
     tiles, lines = [], []
     for side, _, height in sets:
         highest = max(height for of, _, height in sets if of == side)
         lists = [[line.nonzero().flatten().tolist() for line in head] for head in (live if side == "rows" else live.mT)]
-        lines.append([order_of(head, height, highest) for head in lists])
+        keeps = side == "rows" and row_block is not None
+        lines.append([order_of(head, height, highest, keeps) for head in lists])
         tiles.append([in_tiles(head, order, height) for head, order in zip(lists, lines[-1])])
-    mean = block * sum(map(len, all_of(tiles))) // len(all_of(tiles))
-    stretches = 1
-    while 2 * stretches <= mean // (2 * TURN):
-        stretches *= 2
     found = []
     for (side, tile, height), of_heads, order in zip(sets, tiles, lines):
-        in_turns = tile == TALL_TILE and height > (1 if side == "rows" else 2)
+        in_turns = tile == TALL_TILE and height > (1 if side == "rows" or row_block else 2)
+        of_mean = all_of(tiles if block_of[side] == other_of[side] else [of_heads])
+        stretches = stretches_of(other_of[side] * sum(map(len, of_mean)) // len(of_mean))
         others = live.shape[2 if side == "rows" else 1]
         span = -(-others // (stretches if in_turns else 1))
         entries = [
             in_order(one, height, side, span) if in_turns else sorted_entries(one) for head in of_heads for one in head
         ]
-        units, cuts = cut_heads([[len(one) for one in head] for head in of_heads], block, bounded)
+        units, cuts = cut_heads([[len(one) for one in head] for head in of_heads], other_of[side], bounded)
         ends = list(accumulate(map(len, entries)))
         fits = [space is None or end <= space for end in ends]
         units = [[t, first, count, part] if fits[t] else [t, -1, 0, part] for t, first, count, part in units]
@@ -56,13 +63,24 @@ def tile_sets(
     return found
 
 
+def stretches_of(mean: int) -> int:
+    """Into how many stretches lists are ordered that have so many tokens in the mean."""
+    stretches = 1
+    while 2 * stretches <= mean // (2 * TURN):
+        stretches *= 2
+    return stretches
+
+
 def all_of(tiles: list[list[list[dict[int, int]]]]) -> list[dict[int, int]]:
     return [tile for of_set in tiles for head in of_set for tile in head]
 
 
-def order_of(lists: list[list[int]], height: int, highest: int) -> list[int]:
-    """The lines of a head tile by tile: long lists first, then as they are, those alike behind the first of them."""
+def order_of(lists: list[list[int]], height: int, highest: int, keeps: bool) -> list[int]:
+    """The lines of a head tile by tile: long lists first, then as they are, those alike behind the first of them; or,
+    where they keep their order, as they are."""
     number = len(lists)
+    if keeps:
+        return list(range(number)) + [-1] * (-number % height)
     if height == 1:
         return list(range(number))
     median = sorted(map(len, lists))[(number - 1) // 2]

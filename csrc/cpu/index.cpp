@@ -319,6 +319,7 @@ std::tuple<Tensor, Tensor> index_plan(
       for (int64_t w = 0; w < words; ++w) {
         const uint32_t word = m.row_bits[(head * plan.rows + row) * words + w];
         check((word & ~bits_between(w, 0, columns)) == 0, "bits has to be 0 beyond the columns.");
+        if (row_block) continue;  // nothing is asked of rows that stay in their order
         header.live += std::popcount(word);
         header.ahead |= (word & ~bits_between(w, 0, row + 1)) != 0;
         header.differs |= word != m.row_bits[row * words + w];
@@ -416,7 +417,7 @@ void fill_entries(const Memory& m, int set_number, int64_t head, const SetTensor
   const TileSet& set = m.plan.sets[set_number];
   const Side& side = m.plan.sides[set.side];
   const int64_t before = m.counts[m.plan.before(set_number, head) + kEntries];
-  const int64_t stretches = m.plan.stretches(set_number, reinterpret_cast<const Header*>(m.counts)->all_entries);
+  const int64_t stretches = m.plan.stretches(set_number, *reinterpret_cast<const Header*>(m.counts));
   const int64_t span = ceil_div<int64_t>(side.others, stretches);
   const int kinds = set.in_turns ? 3 : 1;
   for (int64_t t = 0; t < set.tiles; ++t) {

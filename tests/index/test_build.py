@@ -36,18 +36,28 @@ def shapes(tensors: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def check_lists(
-    device: str, live: torch.Tensor, block: int, tiles: list[int], sides: list[str], bounded: bool, part: float = 1
+    device: str,
+    live: torch.Tensor,
+    block: int,
+    tiles: list[int],
+    sides: list[str],
+    bounded: bool,
+    part: float = 1,
+    row_block: int | None = None,
 ) -> None:
     """Asserts that counts and lists are those of plain Python; `part` of the entries of the largest set has space."""
+    of = {"rows": row_block or block, "columns": block}
     heads, rows, columns = live.shape
     bits = ops.index_bits(live.to(device))
     call = (columns, block, tiles, "rows" in sides, "columns" in sides, bounded)
-    plan, counts = ops.index_plan(bits, *call)
+    plan, counts = ops.index_plan(bits, *call, row_block)
 
-    of_all, of_first = (tile_sets(x, block, tiles, sides, bounded) for x in (live, live[:1]))
+    of_all, of_first = (tile_sets(x, block, tiles, sides, bounded, None, row_block) for x in (live, live[:1]))
     equal, numbers = bool((live == live[:1]).all()), counts[:NUMBERS].tolist()
-    assert numbers[:2] == [bool(live.triu(1).any()), not equal]
-    assert numbers[3:6] == [sum(len(one.entries) for one in of_all), live.sum(), live[0].sum()]
+    # Of rows that keep their order nothing is asked.
+    facts = [bool(live.triu(1).any()), not equal, live.sum(), live[0].sum()] if row_block is None else [0] * 4
+    assert [*numbers[:2], *numbers[4:6]] == facts
+    assert numbers[3] == sum(len(one.entries) for one in of_all)
     for begin, sets in ((6, of_all), (22, of_first)):
         for one in sets:
             parts = sum(count for *_, count in one.cuts)
@@ -55,36 +65,38 @@ def check_lists(
             begin += 4
 
     space = int(part * max(len(one.entries) for one in of_all)) + 1 if bounded else None
-    for stored in {1, heads} if equal else {heads}:
-        wanted, sizes = tile_sets(live[:stored], block, tiles, sides, bounded, space), []
+    for stored in {1, heads} if equal and row_block is None else {heads}:
+        wanted, sizes = tile_sets(live[:stored], block, tiles, sides, bounded, space, row_block), []
         for one in wanted:
             sizes += (len(one.entries), len(one.units), len(one.cuts))
         sizes = [space] if bounded else sizes
-        made = ops.index_fill(bits, plan, counts, *call, stored, sizes)
+        made = ops.index_fill(bits, plan, counts, *call, stored, sizes, None, row_block)
         others = {"rows": columns, "columns": rows}
         for (side, tile), one, *found in zip(product(sides, tiles), wanted, *(made[i::4] for i in range(4))):
             lines, entries, units, cuts = (x.tolist() for x in found)
             assert all(x.dtype == torch.int32 and x.is_contiguous() for x in found)
             if bounded:
-                number = len(one.lines) // stored // max(1, tile // block)
+                number = len(one.lines) // stored // max(1, tile // of[side])
                 assert len(units) == stored * (number + number // 4 + 1) + 1 and len(cuts) == stored * (number // 8 + 1)
                 one.units += [[-1, len(one.units), 0, 0]] * (len(units) - len(one.units))
                 one.cuts += [[0, 0, 0]] * (len(cuts) - len(one.cuts))
             assert (lines, units, cuts) == (one.lines, one.units, one.cuts)
-            blocks = len(one.lines) // max(1, tile // block) * others[side]
+            blocks = len(one.lines) // max(1, tile // of[side]) * others[side]
             assert len(entries) == (min(space, blocks) if bounded else len(one.entries))
             there = [(entry % 2**32, right) for entry, right in zip(entries, one.entries) if right is not None]
             assert [entry for entry, _ in there] == [right for _, right in there]
-        check_fake(bits, plan, counts, call, stored, sizes, made)
+        check_fake(bits, plan, counts, call, row_block, stored, sizes, made)
 
 
-def check_fake(bits: torch.Tensor, plan: torch.Tensor, counts: torch.Tensor, call: tuple, *of_fill: Any) -> None:
+def check_fake(
+    bits: torch.Tensor, plan: torch.Tensor, counts: torch.Tensor, call: tuple, row_block: int | None, *of_fill: Any
+) -> None:
     """Asserts that results without values have the shapes of those with."""
     *of_fill, made = of_fill
     with FakeTensorMode() as fake:
         traced = [fake.from_tensor(x) for x in (bits, plan, counts)]
-        assert shapes(ops.index_plan(traced[0], *call)) == shapes((plan, counts))
-        assert shapes(ops.index_fill(*traced, *call, *of_fill)) == shapes(made)
+        assert shapes(ops.index_plan(traced[0], *call, row_block)) == shapes((plan, counts))
+        assert shapes(ops.index_fill(*traced, *call, *of_fill, None, row_block)) == shapes(made)
 
 
 @EXAMPLES
@@ -99,6 +111,18 @@ def test_each_list_is_that_of_plain_python(
 ):
     tiles, sides, part = data.draw(heights(block)), data.draw(st.sampled_from(SIDES)), data.draw(st.floats(0, 1))
     check_lists(device, live, block, tiles, sides, bounded, part)
+
+
+@EXAMPLES
+@given(
+    data=st.data(),
+    live=layouts_of_lines(90, 150),
+    block=st.sampled_from((16, 64, 128, 512)),
+    row_block=st.sampled_from((8, 16, 32)),
+)
+def test_rectangular_blocks(device: str, data: st.DataObject, live: torch.Tensor, block: int, row_block: int):
+    tiles, part = data.draw(heights(min(block, row_block))), data.draw(st.floats(0, 1))
+    check_lists(device, live, block, tiles, list(SIDES[-1]), True, part, row_block)
 
 
 @pytest.mark.parametrize("chance", [0.004, 0.1, 0.5])

@@ -63,16 +63,17 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(Memory m, int side_
   }
 }
 
-// A warp for each line of each side: its hash and live blocks; and what is asked of all rows.
-__global__ void __launch_bounds__(kThreads) lines_kernel(Memory m, bool of_rows, int64_t count) {
+// A warp for each line from number `first` on, rows before columns: its hash and live blocks; and what is asked of all
+// rows.
+__global__ void __launch_bounds__(kThreads) lines_kernel(Memory m, bool of_rows, int64_t first, int64_t count) {
   __shared__ int live_of_all, live_of_first;
   if (threadIdx.x == 0) {
     live_of_all = live_of_first = 0;
   }
   __syncthreads();
   const int lane = threadIdx.x % 32, words = words_of(m.plan.columns);
-  const int64_t rows = int64_t{m.plan.heads} * m.plan.rows;  // come before the columns
-  for (int64_t number = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32; number < count;
+  const int64_t rows = int64_t{m.plan.heads} * m.plan.rows;
+  for (int64_t number = first + (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32; number < count;
        number += int64_t{gridDim.x} * kWarps) {
     // Of rows, which are not a side where columns alone are asked for, the facts are asked.
     const bool is_row = number < rows;
@@ -518,7 +519,7 @@ __global__ void __launch_bounds__(kThreads) fill_entries_kernel(Memory m, Filled
     }
     const Tile tile(m, set, head, of_set % set.tiles);
     const int span =
-        static_cast<int>(ceil_div<int64_t>(side.others, m.plan.stretches(set_number, m.header().all_entries)));
+        static_cast<int>(ceil_div<int64_t>(side.others, m.plan.stretches(set_number, m.header())));
     const int kinds = set.in_turns ? 3 : 1;
     uint32_t* next = reinterpret_cast<uint32_t*>(to.entries) + first;
     for (int begin = 0; begin < side.others; begin += span) {
@@ -572,6 +573,8 @@ std::tuple<Tensor, Tensor> index_plan(
   const Memory m{
       plan, static_cast<const uint32_t*>(bits.const_data_ptr()), memory.mutable_data_ptr<int32_t>(),
       counts.mutable_data_ptr<int64_t>()};
+  // Of rows that stay in their order nothing is asked.
+  const int64_t first = row_block ? int64_t{plan.heads} * plan.rows : 0;
   int64_t lines = int64_t{plan.heads} * plan.rows, most_lines = 0;
   for (int i = 0; i < plan.num_sides; ++i) {
     const Side& side = plan.sides[i];
@@ -584,7 +587,9 @@ std::tuple<Tensor, Tensor> index_plan(
       most_lines = std::max<int64_t>(most_lines, side.padded);
     }
   }
-  launch(lines_kernel, std::min(blocks_of_warps(lines), 4 * launch.multiprocessors()), kThreads, m, of_rows, lines);
+  launch(
+      lines_kernel, std::min(blocks_of_warps(lines - first), 4 * launch.multiprocessors()), kThreads, m, of_rows, first,
+      lines);
   if (most_lines > 0) {
     const dim3 grid = grid_of(most_lines, plan.heads, plan.num_sides);
     launch.on_grid(alike_kernel, grid, kThreads, m);
