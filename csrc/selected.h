@@ -8,6 +8,7 @@
 
 #include "checks.h"
 #include "index.h"
+#include "tensors.h"
 
 namespace ds_sparse {
 
@@ -82,11 +83,11 @@ struct SelectedCall {
   }
 
  private:
-  // The rows of a token are heads, as far apart as those are.
+  // The rows of a token are heads, as far apart as those are; or lie one behind the other, as those of tokens do.
   static void check_rows_of_tokens(const Tensor& x, const char* name) {
     check(
-        x.size(1) <= 1 || x.size(3) <= 1 || x.stride(1) == x.size(3) * x.stride(3), name,
-        " has to be a view of heads, its strides of heads and of rows such.");
+        has_even_rows(x) || x.size(1) <= 1 || x.stride(1) == x.size(3) * x.stride(3), name,
+        " has to have rows that are heads, as far apart as those are, or that are one behind the other.");
     check(
         x.size(4) == 1 || x.stride(4) == 1 || x.numel() == 0, name,
         " has to have the numbers of a token adjacent in memory.");

@@ -53,4 +53,9 @@ inline Tensor empty_in_order_of(const Tensor& x) {
   return empty_strided_on(x, sizes, strides.data(), x.scalar_type());
 }
 
+// Of x, (B, H, tokens, rows of a token, D): whether all rows of a head are as far apart.
+inline bool has_even_rows(const Tensor& x) {
+  return x.size(3) == 1 || x.size(2) <= 1 || x.stride(2) == x.size(3) * x.stride(3);
+}
+
 }  // namespace ds_sparse

@@ -17,7 +17,10 @@ template <class T>
 Matrices<T> matrices_of(const Tensor& x) {
   const auto stride = [&](int dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
   T* data = static_cast<T*>(const_cast<void*>(x.const_data_ptr()));
-  if (x.dim() == 5) {  // rows of tokens
+  if (x.dim() == 5 && has_even_rows(x)) {
+    return {data, stride(0), stride(1), {x.size(3) == 1 ? stride(2) : stride(3), 0, 0}};
+  }
+  if (x.dim() == 5) {
     return {data, stride(0), stride(1), {stride(2), stride(3), log2_of(x.size(3))}};
   }
   return {data, stride(0), stride(1), {stride(2), 0, 0}};

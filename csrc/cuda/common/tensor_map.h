@@ -11,6 +11,7 @@
 #include <string>
 
 #include "../../checks.h"
+#include "../../tensors.h"
 
 namespace ds_sparse {
 
@@ -60,17 +61,18 @@ inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
       {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(box), 1, 1}, columns * 2);
 }
 
-// Describes a tensor (B, H, tokens, D), or (B, H, tokens, rows of a token, D), rows being heads: boxes of 16 rows or
-// more, by heads first and then tokens.
+// Describes a tensor (B, H, tokens, D), or (B, H, tokens, rows of a token, D): boxes of 16 rows or more and 64 columns.
+// Where rows are heads it is by head, counted through all, and token.
 inline CUtensorMap tensor_map_of_rows(const Tensor& x, int box) {
   if (x.dim() == 4) {
     return tensor_map(x, box);
   }
   const auto size = [&](int dim) { return static_cast<cuuint64_t>(x.size(dim)); };
   const auto rows = static_cast<cuuint32_t>(x.size(3));
-  if (rows == 1) {
+  if (has_even_rows(x)) {
     return encode_map<4>(
-        x, {size(4), size(2), size(1), size(0)}, {map_stride(x, 2), map_stride(x, 1), map_stride(x, 0)},
+        x, {size(4), size(2) * rows, size(1), size(0)},
+        {map_stride(x, rows == 1 ? 2 : 3), map_stride(x, 1), map_stride(x, 0)},
         {64, static_cast<cuuint32_t>(box), 1, 1}, 128);
   }
   return encode_map<4>(
