@@ -98,7 +98,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   Scoring scoring = scoring_of(call);
   const std::optional<Tensor> of_keys = set_key_bias(launch, call.key_bias, scoring);
   const bool on_hopper = runs_on_hopper(launch, call);
-  const bool in_one_sweep = on_hopper && !deterministic;
+  const bool in_one_sweep =
+      on_hopper && !deterministic && !(call.chosen && chosen_take_two_sweeps(head_dim, call.block));
   const auto [data_of_rows, row_stats, grad_query_sums] =
       make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call), in_one_sweep);
   StateOfPass state(launch, query);

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <cstdint>
+
 namespace ds_sparse::attention {
 
 constexpr int kBlockM = 64;         // tokens of a tile
@@ -61,6 +63,10 @@ struct ColumnsTuning {
       kConsumerRegistersBesideThird * 128 * kConsumerWarpgroups + (kThirdRegisters + kProducerRegisters) * 128 <=
       65536);
 };
+
+// Where queries have chosen blocks for themselves, few of a step's are those of both warpgroups' columns if blocks are
+// short: the warpgroups do not wait for each other where the gradients of queries have a sweep of their own.
+constexpr bool chosen_take_two_sweeps(int64_t head_dim, int64_t block) { return head_dim > 64 && block < 128; }
 
 template <int kHeadDim>
 struct RowsTuning {
