@@ -145,7 +145,14 @@ __device__ __forceinline__ void mask_scores(
       if (scoring.chosen.differs_in_warp_tile()) {
         for (int half = 0; half < 2; ++half) {
           const auto token_mask = item.template mask_of<kTransposed>(lane_row() + 8 * half, scoring);
-          keep(half, [&](const Octet&) { return [&](int token) { return token_mask.has_chosen(token); }; });
+          if constexpr (kTransposed) {
+            keep(half, [&](const Octet&) { return [&](int token) { return token_mask.has_chosen(token); }; });
+          } else {  // a group is of one block
+            keep(half, [&](const Octet& group) {
+              const bool chosen = token_mask.has_chosen(group.token);
+              return [=](int) { return chosen; };
+            });
+          }
         }
       }
     }
