@@ -131,7 +131,7 @@ def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torc
 
 def signature_at(call: AttentionCall, offset: Any, layout: Any, block: int | None) -> Signature | None:
     """What tells a call at an offset, not checked yet, from others; None where it is not remembered, as with a layout
-    that may change, and with an offset that has to be read."""
+    that may change, and with an offset that has to be read, or to be sent to query's device."""
     if (
         not isinstance(layout, BlockIndex | MasterLayout)
         or call.dropout_p
@@ -139,7 +139,7 @@ def signature_at(call: AttentionCall, offset: Any, layout: Any, block: int | Non
     ):
         return None
     offsets = offset if isinstance(offset, Tensor) else None
-    if type(offset) is not int if offsets is None else offsets.is_cpu:
+    if type(offset) is not int if offsets is None else offsets.is_cpu or offsets.device != call.query.device:
         return None
     operands, options = (call.query, call.key, call.value), (block, call.scale, call.causal)
     return signature(type(layout), operands, (call.key_padding_mask, call.sinks, offsets), options)
