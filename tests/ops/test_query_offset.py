@@ -201,6 +201,22 @@ def test_a_call_with_a_position_on_another_device_is_not_remembered():
     assert query_offset.signature_at(call, torch.zeros(2, dtype=torch.int64, device="meta"), layout, None) is None
 
 
+@pytest.mark.gpu
+def test_queries_on_the_cpu_wait_for_positions_on_a_gpu(device: str):
+    if device != "cuda":
+        pytest.skip("the CPU waits for nothing")
+    layout = BlockIndex.build(torch.rand(2, 8, 8, generator=seeded()) < 0.6, 16)
+    query, cache = random(seeded(1), 2, 2, 1, 16).float(), random(seeded(2), 2, 2, 128, 16).float()
+    at, late = torch.tensor([5, 90]), torch.zeros(2, dtype=torch.int64, device=device)
+    expected = block_sparse_attention(query, cache, cache, layout, query_offset=at, causal=True)
+    for _ in range(3):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(at)
+        found = block_sparse_attention(query, cache, cache, layout, query_offset=late, causal=True)
+        assert torch.equal(found, expected)
+        late.zero_()
+
+
 def test_many_causal_queries_with_floats_of_keys_and_of_distances(device: str):
     live = torch.rand(2, 8, 8, generator=seeded(3)) < 0.6
     for mask, more in (((1, 96), {}), ((2, 2, 40, 96), {}), ((1, 96), {"distance_bias": random(seeded(4), 2, 255)})):
