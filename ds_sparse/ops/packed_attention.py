@@ -16,7 +16,7 @@ from torch import Tensor
 from .._ops import ops
 from ..dispatch import choose, readable
 from ..index import BlockIndex, PackedIndex, WindowIndex
-from ..index.lookup import is_built_anew, packed_index_of, row_index_of
+from ..index.lookup import is_built_anew, kept_of_documents, kept_of_row, packed_index_of, row_index_of
 from ..index.tiles import SIDES
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, attention_function, remembered_walk
@@ -101,10 +101,10 @@ def documents_again(
             return None
         tokens = query.shape[0 if query.dim() == 3 else 2]
         if document_layout == "own":
-            index = packed_index_of(index, cu_seqlens, block, tokens, query.device)
+            index = kept_of_documents(index, cu_seqlens, block, tokens, query.device)
         else:
-            index = row_index_of(index, cu_seqlens, block, tokens, call.causal, query.device)
-    walk = known.walks.get(index)
+            index = kept_of_row(index, cu_seqlens, block, tokens, call.causal, query.device)
+    walk = None if index is None else known.walks.get(index)
     if walk is None:
         return None
     row = row_of(query, call.key, call.value, cu_seqlens)

@@ -26,14 +26,14 @@ _PLAIN = frozenset({NoneType, bool, int, float, str})
 
 
 def signature(
-    kind: type, operands: tuple[Any, ...], others: tuple[Any, ...], options: tuple[Any, ...]
+    kind: Any, operands: tuple[Any, ...], others: tuple[Any, ...], options: tuple[Any, ...]
 ) -> Signature | None:
     """All that checks look at, but for values of tensors. None where a call is not remembered: in a trace, under
     torch.func's transforms and in forward mode, where autocast casts an operand, and with tensors that have no memory
     or are of a subclass.
 
     Args:
-        kind: class of what holds the layout.
+        kind: class of what holds the layout, and what else tells calls apart.
         operands: tensors that autocast casts.
         others: tensors that it does not; None is what is not given.
         options: they count with their types, as 16 is a block and 16.0 is none. A call is not remembered with others
