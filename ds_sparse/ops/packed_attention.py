@@ -224,22 +224,23 @@ def _walk_in_place(index: PackedIndex, query: Tensor, causal: bool) -> Walk:
     return Walk(rows, (index.spans, *spans, *lists[0], *lists[1], *sizes))
 
 
-def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, causal, walk):
+def _run(index, walk, numbers, query, key, value, *_):
+    scale, causal = numbers
     if walk is None:
         tile = choose("block_sparse_attention", call_on(index, query)).tile(index.block)
         lists = lists_of_tiles(index.tiles("rows", tile, causal))
         rows = index.spans, index.tile_spans("rows", tile, causal), *lists, index.layout_heads, index.block
     else:
-        rows = walk.on(index).rows
+        index.ready()
+        rows = walk.rows
     return ops.packed_attention_forward.default(query, key, value, *rows, scale, causal, True, not index.bounded)
 
 
-def _gradients(index, *call, wanted, walk, forced):
-    *saved, _, _, _, _, scale, causal = call
-    walk = _walk_in_place(index, saved[2], causal) if walk is None else walk.on(index)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    call = *saved, *walk.both, scale, causal, deterministic, True, not index.bounded
-    return *ops.packed_attention_backward.default(*call), None
+def _gradients(index, walk, numbers, wanted, forced, *saved):
+    index.ready()
+    walk = _walk_in_place(index, saved[2], numbers[1]) if walk is None else walk
+    ends = torch.are_deterministic_algorithms_enabled(), True, not index.bounded
+    return *ops.packed_attention_backward.default(*saved[:7], *walk.both, *numbers, *ends), None
 
 
 _PackedAttention = attention_function("_PackedAttention", "block_sparse_attention", _run, _gradients)
