@@ -79,8 +79,7 @@ class Refusal(NamedTuple):
     def check(self, device: torch.device) -> None:
         """Raises RuntimeError in a trace, and in a capture on the device, where the host waits for nothing."""
         refuse_traced(self.what, self.if_traced)
-        if device.type == "cuda" and is_capturing():
-            raise RuntimeError(f"{self.what} while a CUDA graph is captured; {self.if_captured}")
+        refuse_captured(device, f"{self.what} while a CUDA graph is captured; {self.if_captured}")
 
 
 def refuse_traced(what: str, instead: str) -> None:
@@ -89,15 +88,27 @@ def refuse_traced(what: str, instead: str) -> None:
         raise RuntimeError(f"{what} under torch.compile; {instead}")
 
 
+def refuse_captured(device: torch.device, sentence: str) -> None:
+    """Raises RuntimeError with the sentence in a capture on the device."""
+    if is_captured(device):
+        raise RuntimeError(sentence)
+
+
 def is_capturing() -> bool:
     """Tells if the current stream is captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def is_captured(device: torch.device) -> bool:
+    """Tells if what is done on the device is part of a CUDA graph that is being captured. A trace, which runs nothing,
+    is in none."""
+    return device.type == "cuda" and not torch.compiler.is_compiling() and is_capturing()
+
+
 def is_in_graph(x: Tensor) -> bool:
-    """Tells if what is made of x is part of a graph, where nobody can wait for it: torch.compile traces, or x is on a
-    GPU, and a CUDA graph is captured."""
-    return torch.compiler.is_compiling() or (x.is_cuda and is_capturing())
+    """Tells if what is made of x is part of a graph, where nobody can wait for it: torch.compile traces, or a CUDA
+    graph is captured on x's device."""
+    return torch.compiler.is_compiling() or is_captured(x.device)
 
 
 class Cache(Generic[Kept]):

@@ -171,6 +171,15 @@ def test_a_capture_builds_nothing_that_is_refused(captures: mock.Mock):
     assert kept.get("a", Index, REFUSAL, gpu) is found
 
 
+def test_a_capture_is_one_on_a_gpu_and_not_in_a_trace(captures: mock.Mock):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert cache.is_captured(gpu) and not cache.is_captured(cpu)
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        assert not cache.is_captured(gpu)
+    captures.return_value = False
+    assert not cache.is_captured(gpu)
+
+
 def test_all_that_an_index_keeps_counts():
     layout = torch.rand(2, 6, 6, generator=seeded()) < 0.5
     index = BlockIndex.build(layout, 16)
