@@ -490,28 +490,18 @@ def live_squares(index: BlockIndex) -> tuple[list[int], ...]:
     return index._once("squares", partial(_count_squares, index))
 
 
-def most_live(index: BlockIndex, blocks: int, longest: int) -> tuple[int, int]:
-    """The most live blocks that documents have which are so many blocks together, up to `longest` each; and those of
-    them that are not above the diagonal. A graph counts none."""
-    if _is_not_counted(index):
-        all_blocks = index.layout_heads * blocks * longest
-        return all_blocks, (all_blocks + index.layout_heads * blocks) // 2
-    of_all, not_ahead = live_squares(index)[2:]
-    return blocks * of_all[longest], blocks * not_ahead[longest]
-
-
-def live_in_square(index: BlockIndex, blocks: int) -> tuple[int, int]:
-    """The live blocks of the top-left so many, and those of them that are not above the diagonal; at most as many, in a
-    graph that counts none."""
-    if _is_not_counted(index):
-        all_blocks = index.layout_heads * blocks**2
-        return all_blocks, (all_blocks + index.layout_heads * blocks) // 2
-    of_all, not_ahead = live_squares(index)[:2]
-    return of_all[blocks], not_ahead[blocks]
-
-
-def _is_not_counted(index: BlockIndex) -> bool:
-    return "squares" not in index._made and is_in_graph(index.bits)
+def most_live(index: BlockIndex, blocks: int, longest: int | None = None) -> tuple[int, int]:
+    """The live blocks of the top-left so many; with `longest` the most of documents that have so many blocks together,
+    up to `longest` each; and those of them that are not above the diagonal. A graph counts none, and has space for all
+    blocks."""
+    if "squares" not in index._made and is_in_graph(index.bits):
+        of_rows = index.layout_heads * blocks
+        of_all = of_rows * (blocks if longest is None else longest)
+        return of_all, (of_all + of_rows) // 2
+    squares = live_squares(index)
+    if longest is None:
+        return squares[0][blocks], squares[1][blocks]
+    return blocks * squares[2][longest], blocks * squares[3][longest]
 
 
 @outside_transforms

@@ -223,6 +223,15 @@ def test_a_graph_has_to_say_how_many_tokens_there_are(monkeypatch: pytest.Monkey
         PackedIndex.build(layout, CU_SEQLENS)
 
 
+@pytest.mark.parametrize("longest", [None, 1, 3])
+def test_a_graph_that_counts_no_live_blocks_has_space_for_all(longest: int | None, monkeypatch: pytest.MonkeyPatch):
+    counted, full = (packed.most_live(BlockIndex.build(x, 8), 3, longest) for x in (LAYOUT, torch.ones(3, 3)))
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "is_in_graph", lambda x: True)
+        assert packed.most_live(BlockIndex.build(LAYOUT, 8), 3, longest) == full
+    assert counted == {None: (6, 5), 1: (3, 3), 3: (6, 6)}[longest]
+
+
 def test_a_capture_takes_nothing_from_the_cpu(captures: mock.Mock):
     with pytest.raises(RuntimeError, match="built while a CUDA graph is captured, .* on the CPU; give cu_seqlens and"):
         packed.sent_to(CU_SEQLENS, torch.device("cuda"))
