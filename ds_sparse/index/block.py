@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..dispatch import TILE, tile_heights
 from ..layout import check_values, unpack_bits, with_heads_of_sequences
@@ -16,9 +17,8 @@ from .build import NUMBERS, TilePlan, bits_of, bits_of_blocks, causal_bits_of
 from .cache import is_in_graph
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
-from .on_device import OnDevice
+from .on_device import OnDevice, ReadyEvent, copied
 from .packing import MAX_BLOCKS
-from .ready_event import ReadyEvent
 from .strips import Strips
 from .tiles import SIDES, Tiles
 from .transforms import outside_transforms, outside_transforms_or_traced, refuse_without_values, unwrap_functorch
@@ -83,11 +83,11 @@ class BlockIndex(OnDevice):
     columns: int
     _live_blocks: int | None  # None: not counted
     _reaches_ahead: bool | None
-    bits: torch.Tensor
+    bits: Tensor
     _made: dict[Any, Any]  # Lists, Strips, Tiles and a BlockIndex, by what they are
     num_sequences: int = 1
     capacity: int | None = None
-    _lost: torch.Tensor | None = None  # int32 (1): 1 where what the bits were made of was not as it has to be
+    _lost: Tensor | None = None  # int32 (1): 1 where what the bits were made of was not as it has to be
 
     def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
         if given or (fields and "_made" not in fields):
@@ -98,7 +98,7 @@ class BlockIndex(OnDevice):
         return super().__new__(cls)
 
     @classmethod
-    def build(cls, layout: torch.Tensor, block: int, *, capacity: int | None = None) -> BlockIndex:
+    def build(cls, layout: Tensor, block: int, *, capacity: int | None = None) -> BlockIndex:
         """Builds the index on the layout's device; synchronises with it once, or, where it is bounded, not at all.
 
         Args:
@@ -121,30 +121,31 @@ class BlockIndex(OnDevice):
         block = check_block(block)
         given, num_sequences = with_heads_of_sequences(layout)
         layout = unwrap_functorch("The layout", given)
+        heads, rows, columns = layout.shape
+        _check_size(rows, columns)
+        size = columns, block, heads // num_sequences, num_sequences
         if capacity is None and not is_in_graph(layout):
-            return cls._of(layout, block, num_sequences)
+            return cls._of_bits(bits_of(layout), *size, given=None if layout.dtype == torch.bool else layout)
         if layout.dtype != torch.bool:
             raise TypeError(
                 f"The layout is {layout.dtype}, and nobody can wait here to see that it holds only 0 and 1; give a "
                 "bool layout, such as layout != 0."
             )
-        heads, rows, columns = layout.shape
         if capacity is None:
             capacity = heads * rows * columns
         elif isinstance(capacity, bool) or not isinstance(capacity, Integral) or not 0 <= capacity < 2**31:
             raise ValueError(
                 f"capacity is {capacity!r}; it has to be an integer of 0 or more and below 2**31, the most live blocks."
             )
-        _check_size(rows, columns)
         if heads * rows * columns >= 2**31:
             raise ValueError(
                 f"The layout has {heads * rows * columns} blocks, and nobody can wait here to see that fewer than "
                 "2**31 are live. Use a larger block, or build the index without capacity."
             )
-        return cls._bounded(bits_of(layout), columns, block, heads // num_sequences, num_sequences, capacity)
+        return cls._bounded(bits_of(layout), *size, capacity)
 
     @classmethod
-    def from_blocks(cls, block_indices: torch.Tensor, block: int, columns: int | None = None) -> BlockIndex:
+    def from_blocks(cls, block_indices: Tensor, block: int, columns: int | None = None) -> BlockIndex:
         """Builds the bounded index of the blocks that are named for each block row; waits for no device.
 
         Sources: Lu et al., "MoBA", 2025; Yuan et al., "Native sparse attention", 2025: models that choose their blocks
@@ -197,7 +198,7 @@ class BlockIndex(OnDevice):
         return cls._bounded(bits_of_blocks(named.flatten(0, 1), columns), columns, block, heads, sequences, capacity)
 
     @classmethod
-    def from_mask(cls, token_mask: torch.Tensor, block: int, *, partial: str = "error") -> BlockIndex:
+    def from_mask(cls, token_mask: Tensor, block: int, *, partial: str = "error") -> BlockIndex:
         """Builds the index of the blocks that a mask over tokens keeps; takes as much memory as some copies of it.
 
         Args:
@@ -223,7 +224,7 @@ class BlockIndex(OnDevice):
             torch.Size([1, 2, 64, 8])
         """
         block = check_block(block)
-        mask = unwrap_functorch("token_mask", token_mask) if isinstance(token_mask, torch.Tensor) else token_mask
+        mask = unwrap_functorch("token_mask", token_mask) if isinstance(token_mask, Tensor) else token_mask
         return cls.build(outside_transforms(layout_of_mask)(mask, block, partial), block)
 
     @classmethod
@@ -257,55 +258,35 @@ class BlockIndex(OnDevice):
         return cls.build(layout, block)
 
     @classmethod
-    @outside_transforms
-    def _of(cls, layout: torch.Tensor, block: int, num_sequences: int) -> BlockIndex:
-        heads, rows, columns = layout.shape
-        _check_size(rows, columns)
-        numbers = None if layout.dtype == torch.bool else layout
-        return cls._of_bits(bits_of(layout.bool()), columns, block, heads // num_sequences, num_sequences, numbers)
-
-    @classmethod
     def _bounded(
-        cls,
-        bits: torch.Tensor,
-        columns: int,
-        block: int,
-        num_heads: int,
-        num_sequences: int,
-        capacity: int,
-        reaches_ahead: bool | None = None,
-        lost: torch.Tensor | None = None,
-    ) -> BlockIndex:
+        cls, bits: Tensor, columns: int, block: int, num_heads: int, num_sequences: int, capacity: int,
+        reaches_ahead: bool | None = None, lost: Tensor | None = None,
+    ) -> BlockIndex:  # fmt: skip
         """The bounded index of a layout's bits, whose tiles are made when they are first asked for. lost: as of
         `TilePlan.fill`, where documents that nobody has read are what the bits were made of."""
         heads, rows, _ = bits.shape
         return cls(
-            block=block, num_heads=num_heads, layout_heads=heads, rows=rows, columns=columns,
-            _live_blocks=None, _reaches_ahead=reaches_ahead, bits=bits, _made={}, num_sequences=num_sequences,
-            capacity=capacity, _lost=lost,
+            block=block, num_heads=num_heads, layout_heads=heads, rows=rows, columns=columns, _live_blocks=None,
+            _reaches_ahead=reaches_ahead, bits=bits, _made={}, num_sequences=num_sequences, capacity=capacity,
+            _lost=lost,
         )  # fmt: skip
 
     @classmethod
+    @outside_transforms
     def _of_bits(
-        cls,
-        bits: torch.Tensor,
-        columns: int,
-        block: int,
-        num_heads: int,
-        num_sequences: int = 1,
-        numbers: torch.Tensor | None = None,
+        cls, bits: Tensor, columns: int, block: int, num_heads: int, num_sequences: int = 1, given: Tensor | None = None
     ) -> BlockIndex:
-        """The index of a layout's bits, of one head if all are equal; `numbers`, which they were made of, have to be 0
+        """The index of a layout's bits, of one head if all are equal; `given`, which they were made of, have to be 0
         or 1."""
         heights = tile_heights("block_sparse_attention", bits.device, block) or [TILE]
         # Where a tile is one line, its height makes no difference to the lists.
         plan = TilePlan.of(bits, columns, block, [heights[0], *(height for height in heights[1:] if height > block)])
-        if numbers is None:
+        if given is None:
             counts, _ = plan.fetch()
         else:
-            counts, (are_0_or_1,) = plan.fetch((numbers == numbers.bool()).all())
+            counts, (are_0_or_1,) = plan.fetch((given == given.bool()).all())
             if not are_0_or_1:
-                check_values(numbers)
+                check_values(given)
         if counts.live_blocks >= 2**31:
             raise ValueError(
                 f"The layout has {counts.live_blocks} live blocks; the index holds fewer than 2**31. Use a larger "
@@ -314,19 +295,14 @@ class BlockIndex(OnDevice):
         tiles = plan.fill(counts.layout_heads, counts.sizes)
         for side, height in product(SIDES, heights):
             tiles.setdefault((side, height), replace(tiles[side, heights[0]], tile=height))
+        heads, rows, _ = bits.shape
+        # A copy: a view would keep the memory of all heads.
+        bits = bits if counts.layout_heads == heads else bits[:1].clone()
         return cls(
-            block=block,
-            num_heads=num_heads,
-            layout_heads=counts.layout_heads,
-            rows=bits.shape[1],
-            columns=columns,
-            _live_blocks=counts.live_blocks,
-            _reaches_ahead=counts.reaches_ahead,
-            # A copy: a view would keep the memory of all heads.
-            bits=bits if counts.layout_heads == len(bits) else bits[:1].clone(),
-            _made=tiles,
+            block=block, num_heads=num_heads, layout_heads=counts.layout_heads, rows=rows, columns=columns,
+            _live_blocks=counts.live_blocks, _reaches_ahead=counts.reaches_ahead, bits=bits, _made=tiles,
             num_sequences=num_sequences,
-        )
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         heads = "any heads" if self.num_heads == 1 else f"{self.num_heads} heads"
@@ -355,13 +331,8 @@ class BlockIndex(OnDevice):
 
     @property
     def _counted(self) -> tuple[int, bool]:
-        if "counted" not in self._made:
-            what = "The live blocks of an index that nobody waited for cannot be counted"
-            self._refuse_to_make("read index.live_blocks once before.", what)
-            self._ready.wait(self._tensors)
-            self._refuse_lost()
-            self._made["counted"] = self._count()
-        live_blocks, reaches_ahead = self._made["counted"]
+        what = "The live blocks of an index that nobody waited for cannot be counted"
+        live_blocks, reaches_ahead = self._once("counted", self._count, "read index.live_blocks once before.", what)
         if live_blocks > self.capacity:
             raise ValueError(
                 f"The layout has {live_blocks} live blocks, and its index space for {self.capacity}: what had none is "
@@ -429,23 +400,23 @@ class BlockIndex(OnDevice):
         return self.tiles("columns")
 
     @property
-    def row_offsets(self) -> torch.Tensor:
+    def row_offsets(self) -> Tensor:
         return self.lists.row_offsets
 
     @property
-    def row_columns(self) -> torch.Tensor:
+    def row_columns(self) -> Tensor:
         return self.lists.row_columns
 
     @property
-    def column_offsets(self) -> torch.Tensor:
+    def column_offsets(self) -> Tensor:
         return self.lists.column_offsets
 
     @property
-    def column_rows(self) -> torch.Tensor:
+    def column_rows(self) -> Tensor:
         return self.lists.column_rows
 
     @property
-    def column_slots(self) -> torch.Tensor:
+    def column_slots(self) -> Tensor:
         return self.lists.column_slots
 
     def for_heads(self, num_heads: int) -> BlockIndex:
@@ -460,16 +431,8 @@ class BlockIndex(OnDevice):
         `live_blocks`."""
         if not self.bounded:
             return self
-        if "exact" not in self._made:
-            self._refuse_to_make("pass index.exact().", "The live blocks of a bounded index cannot be counted")
-            self._ready.wait(self._tensors)
-            self._refuse_lost()
-            exact = self._make_exact()
-            live_blocks = exact.live_blocks * self.layout_heads // exact.layout_heads
-            self._made["counted"] = live_blocks, exact.reaches_ahead
-            _ = self._counted
-            self._made["exact"] = exact
-        return self._made["exact"]
+        what = "The live blocks of a bounded index cannot be counted"
+        return self._once("exact", self._make_exact, "pass index.exact().", what)
 
     def for_all_sequences(self, what: str) -> BlockIndex:
         """The index itself. Raises ValueError where sequences have layouts of their own; `what` needs one for all."""
@@ -533,34 +496,21 @@ class BlockIndex(OnDevice):
                 causal_bits_of(self.bits), self.columns, self.block, self.num_heads, self.num_sequences, self.capacity,
                 False, self._lost,
             )  # fmt: skip
-        if "causal" not in self._made:
-            what = "The blocks above the diagonal cannot be left out of an index"
-            self._refuse_to_make("pass index.causal().", what)
-            self._ready.wait(self._tensors)
-            self._made["causal"] = self._make_causal()
-        causal = self._made["causal"]
+        what = "The blocks above the diagonal cannot be left out of an index"
+        causal = self._once("causal", self._make_causal, "pass index.causal().", what)
         if causal.num_heads == self.num_heads:
             return causal
         # Made for another number of heads, which share what is made.
         return self._made.setdefault(("causal", self.num_heads), causal.for_heads(self.num_heads))
 
     @property
-    def has_causal(self) -> bool:
-        """Tells if `causal()` is there, and builds nothing."""
-        return self._reaches_ahead is False or self.bounded or "causal" in self._made
-
-    @property
     def row_lengths(self) -> list[int]:
         """The live blocks of each block row, L * R numbers on the host; asking for them first synchronises once."""
-        if "row_lengths" not in self._made:
-            what = "The live blocks of rows, which the gradient of distance_bias takes, cannot be counted"
-            self._refuse_to_make(
-                "read index.row_lengths once before, for causal calls index.causal().row_lengths.", what
-            )
-            self._made["row_lengths"] = self._count_rows()
-        return self._made["row_lengths"]
+        what = "The live blocks of rows, which the gradient of distance_bias takes, cannot be counted"
+        instead = "read index.row_lengths once before, for causal calls index.causal().row_lengths."
+        return self._once("row_lengths", self._count_rows, instead, what)
 
-    def layout(self) -> torch.Tensor:
+    def layout(self) -> Tensor:
         """The layout, unpacked at each call.
 
         Returns:
@@ -581,16 +531,18 @@ class BlockIndex(OnDevice):
             moved = replace(self, bits=bits, _made={}, _lost=lost)
             return moved.with_tiles() if any(isinstance(made, Tiles) for made in self._made.values()) else moved
         if device.type == "cuda":
-            moved = self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
+            moved = self._with(bits)
         else:
-            tiles = {key: made.to(device) for key, made in self._made.items() if isinstance(made, Tiles)}
+            tiles = {key: copied(made, device) for key, made in self._made.items() if isinstance(made, Tiles)}
             moved = replace(self, bits=bits, _made=tiles)
         if "causal" in self._made:
             moved._made["causal"] = self._made["causal"].to(device)
         if "lists" in self._made:
-            moved._made["lists"] = moved._make_lists() if device.type == "cuda" else self._made["lists"].to(device)
+            has_slots = device.type == "cuda"
+            lists = moved._make_lists() if has_slots else replace(copied(self._made["lists"], device), slots={})
+            moved._made["lists"] = lists
         if "strips" in self._made:
-            moved._made["strips"] = self._made["strips"].to(device)
+            moved._made["strips"] = copied(self._made["strips"], device)
         moved._ready.record()
         return moved
 
@@ -643,18 +595,24 @@ class BlockIndex(OnDevice):
         by_rows = {("rows", height) for height in tile_heights("sdd", self.device, self.block)}
         return by_rows | set(product(SIDES, tile_heights("dsd", self.device, self.block)))
 
-    @outside_transforms
-    def _make_causal(self) -> BlockIndex:
-        bits = causal_bits_of(self.bits)
+    def _with(self, bits: Tensor) -> BlockIndex:
+        """The exact index of other bits."""
         return self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
 
-    @outside_transforms
+    def _make_causal(self) -> BlockIndex:
+        return self._with(causal_bits_of(self.bits))
+
     def _make_exact(self) -> BlockIndex:
-        return self._of_bits(self.bits, self.columns, self.block, self.num_heads, self.num_sequences)
+        self._refuse_lost()
+        exact = self._with(self.bits)
+        self._made["counted"] = exact.live_blocks * self.layout_heads // exact.layout_heads, exact.reaches_ahead
+        _ = self._counted
+        return exact
 
     @outside_transforms
     def _count(self) -> tuple[int, bool]:
         """The live blocks of all L heads, and whether one is above the diagonal."""
+        self._refuse_lost()
         numbers = TilePlan.of(self.bits, self.columns, self.block, [TILE], ["rows"]).counts[:NUMBERS].tolist()
         return numbers[4], bool(numbers[0])
 
@@ -683,10 +641,10 @@ class BlockIndex(OnDevice):
         return plan.fill(self.layout_heads, [capacity], self._lost)
 
 
-def _named_blocks(block_indices: torch.Tensor) -> torch.Tensor:
+def _named_blocks(block_indices: Tensor) -> Tensor:
     """Blocks named for block rows as (B or 1, H or 1, R, k). Raises TypeError or ValueError for anything else."""
-    if not isinstance(block_indices, torch.Tensor) or block_indices.dtype not in (torch.int32, torch.int64):
-        what = block_indices.dtype if isinstance(block_indices, torch.Tensor) else type(block_indices).__name__
+    if not isinstance(block_indices, Tensor) or block_indices.dtype not in (torch.int32, torch.int64):
+        what = block_indices.dtype if isinstance(block_indices, Tensor) else type(block_indices).__name__
         raise TypeError(
             f"block_indices is {what}; it has to be an int32 or int64 tensor with the numbers of the key blocks that "
             "each block row sees."
@@ -707,7 +665,7 @@ def _check_size(rows: int, columns: int) -> None:
         )
 
 
-def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:
+def as_index(layout: Tensor | BlockIndex, block: int) -> BlockIndex:
     """The index of a layout, or the one given. Raises ValueError where that is for another block."""
     index = layout if isinstance(layout, BlockIndex) else BlockIndex.build(layout, block)
     if index.block != block:

@@ -116,9 +116,9 @@ class TilePlan:
 
 @outside_transforms_or_traced
 def bits_of(layout: Tensor) -> Tensor:
-    """The bits of a layout (L, R, C), bool or uint8. Raises RuntimeError where it is on a device without kernels."""
+    """The bits of what is not 0 in a layout (L, R, C). Raises RuntimeError where it is on a device without kernels."""
     require_kernel("index_bits", layout.device)
-    return ops.index_bits(layout)
+    return ops.index_bits(layout.bool())
 
 
 @outside_transforms_or_traced

@@ -10,11 +10,11 @@ from ctypes import c_char
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils.weak import WeakIdRef
 
 from .transforms import as_it_is, outside_transforms
 
@@ -24,7 +24,7 @@ BYTES = 1 << 32
 KEPT = 16
 """Indices of a layout's parts for other lengths and devices that are kept, the last that were used."""
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 COMPARED_ON_GPU = os.environ.get("DS_SPARSE_CHECK_LAYOUTS", "") not in ("", "0")
 """The values of tensors on a GPU are compared, too, for which each look waits."""
@@ -46,13 +46,13 @@ class _Entry(Generic[Kept]):
     """A value, the owners that it was made of, and what those that are tensors held then."""
 
     value: Kept
-    owners: Sequence[WeakIdRef] = ()
+    owners: Sequence[Callable[[], Any]] = ()  # weak references
     contents: Sequence[Contents | None] = ()
 
-    def is_of(self, owners: Sequence[object], rows: range | None) -> bool:
+    def is_of(self, owners: Sequence[Any], rows: range | None) -> bool:
         """Tells if the value was made of these, and none has been changed since, or these rows of it have not."""
-        for ref, held, x in zip(self.owners, self.contents, owners, strict=True):
-            if ref() is not x or not (held is None or held.are_of(x, rows)):
+        for there, held, x in zip(self.owners, self.contents, owners, strict=True):
+            if there() is not x or not (held is None or held.are_of(x, rows)):
                 return False
         return True
 
@@ -79,8 +79,7 @@ class Refusal(NamedTuple):
     def check(self, device: torch.device) -> None:
         """Raises RuntimeError in a trace, and in a capture on the device, where the host waits for nothing."""
         refuse_traced(self.what, self.if_traced)
-        if device.type == "cuda" and is_capturing():
-            raise RuntimeError(f"{self.what} while a CUDA graph is captured; {self.if_captured}")
+        refuse_captured(device, f"{self.what} while a CUDA graph is captured; {self.if_captured}")
 
 
 def refuse_traced(what: str, instead: str) -> None:
@@ -89,15 +88,27 @@ def refuse_traced(what: str, instead: str) -> None:
         raise RuntimeError(f"{what} under torch.compile; {instead}")
 
 
+def refuse_captured(device: torch.device, sentence: str) -> None:
+    """Raises RuntimeError with the sentence in a capture on the device."""
+    if is_captured(device):
+        raise RuntimeError(sentence)
+
+
 def is_capturing() -> bool:
     """Tells if the current stream is captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def is_captured(device: torch.device) -> bool:
+    """Tells if what is done on the device is part of a CUDA graph that is being captured. A trace, which runs nothing,
+    is in none."""
+    return device.type == "cuda" and not torch.compiler.is_compiling() and is_capturing()
+
+
 def is_in_graph(x: Tensor) -> bool:
-    """Tells if what is made of x is part of a graph, where nobody can wait for it: torch.compile traces, or x is on a
-    GPU, and a CUDA graph is captured."""
-    return torch.compiler.is_compiling() or (x.is_cuda and is_capturing())
+    """Tells if what is made of x is part of a graph, where nobody can wait for it: torch.compile traces, or a CUDA
+    graph is captured on x's device."""
+    return torch.compiler.is_compiling() or is_captured(x.device)
 
 
 class Cache(Generic[Kept]):
@@ -138,25 +149,36 @@ class Cache(Generic[Kept]):
                 refuse_traced(refusal.what, refusal.if_traced)
             return build()
         given = owners or ()
-        if given:
-            key = (key, *map(id, given))
+        with _lock:
+            kept = self.find(key, given, rows)
+            if kept is not None:
+                return kept
+            if refusal is not None:
+                refusal.check(device)
+            nothing_tells = owners is not None and not given
+            if nothing_tells or not all(can_tell(x) for x in given if isinstance(x, Tensor)):
+                return _built(build)
+            # Before the value is built: what is written meanwhile is seen at the next look.
+            contents = [Contents(x) if isinstance(x, Tensor) else None for x in given]
+            value = _built(build)
+            key = (key, *map(id, given)) if given else key
+            # Without the lock: it may be called anywhere, as where a thread that makes an index is waited for.
+            refs = [ref(x, lambda _: self._entries.pop(key, None)) for x in given]
+            self._entries.pop(key, None)
+            self._entries[key] = _Entry(value, refs, contents)
+            while len(self._entries) > 1 and (len(self._entries) > self.most or memory_of(self) > BYTES):
+                self._entries.popitem(last=False)
+            if is_capturing():
+                captured.add(value)
+            return value
+
+    def find(self, key: Hashable, owners: Sequence[object] = (), rows: range | None = None) -> Kept | None:
+        """The value of a key, as `get` gives it, if it is kept and no owner has been changed; not for a trace."""
+        key = (key, *map(id, owners)) if owners else key
         with _lock:
             entry = self._entries.get(key)
-            if entry is None or (given and not entry.is_of(given, rows)):
-                if refusal is not None:
-                    refusal.check(device)
-                nothing_tells = owners is not None and not given
-                if nothing_tells or not all(can_tell(x) for x in given if isinstance(x, Tensor)):
-                    return _built(build)
-                # Before the value is built: what is written meanwhile is seen at the next look.
-                contents = [Contents(x) if isinstance(x, Tensor) else None for x in given]
-                value = _built(build)
-                # Without the lock: it may be called anywhere, as where a thread that makes an index is waited for.
-                refs = [WeakIdRef(x, lambda _: self._entries.pop(key, None)) for x in given]
-                self._entries.pop(key, None)
-                entry = self._entries[key] = _Entry(value, refs, contents)
-                while len(self._entries) > 1 and (len(self._entries) > self.most or memory_of(self) > BYTES):
-                    self._entries.popitem(last=False)
+            if entry is None or not entry.is_of(owners, rows):
+                return None
             self._entries.move_to_end(key)
             if is_capturing():
                 captured.add(entry.value)
@@ -212,6 +234,9 @@ class Contents:
         self._form = _form(x)
         self._version = None if x.is_cpu else x._version
         self._bytes = bytearray(memoryview(_memory(x))) if x.is_cpu else None
+        # What lies where x is; it is looked at only while x is still there.
+        self._there = _bytes_at(x.data_ptr(), x.nbytes) if x.is_cpu and x.is_contiguous() else None
+        self._place = None if self._there is None else x.data_ptr()
         self.copy: Tensor | None = None
         if self._bytes:
             self.copy = torch.frombuffer(self._bytes, dtype=torch.uint8)
@@ -223,13 +248,14 @@ class Contents:
         values of a GPU are looked at."""
         if self._form != _form(x):
             return False
+        if rows is None and self._there is not None and self._place == x.data_ptr():
+            return self._bytes == self._there
         if self._bytes is not None and rows is not None and x.is_contiguous():
             width, height = x.shape[-1] * x.itemsize, x.shape[-2]
             begins = range(min(rows.start, height) * width, x.nbytes, height * width)
             size = len(range(height)[rows.start : rows.stop]) * width
-            part: Any = c_char * size
             first = x.data_ptr()
-            return all(self._bytes[at : at + size] == part.from_address(first + at) for at in begins)
+            return all(self._bytes[at : at + size] == _bytes_at(first + at, size) for at in begins)
         if self._bytes is not None:
             return self._bytes == _memory(x)
         if self._version != x._version:
@@ -251,9 +277,13 @@ def _memory(x: Tensor) -> Any:
     """The bytes of a tensor on the CPU in order, its own memory where they lie so. Python compares such a buffer with a
     bytearray as fast as memory is read."""
     x = x if x.is_contiguous() else _in_order(x)
-    buffer: Any = (c_char * x.nbytes).from_address(x.data_ptr())
+    buffer = _bytes_at(x.data_ptr(), x.nbytes)
     buffer.owner = x  # a copy lasts as long as the buffer
     return buffer
+
+
+def _bytes_at(place: int, size: int) -> Any:
+    return (c_char * size).from_address(place)
 
 
 @outside_transforms

@@ -51,17 +51,6 @@ class Lists:
             slots={key: _slots(live, place, made, key[0], block) for key, made in tiles.items()},
         )
 
-    def to(self, device: torch.device | str) -> Lists:
-        """The same lists on another device, without slots."""
-        return Lists(
-            row_offsets=self.row_offsets.to(device),
-            row_columns=self.row_columns.to(device),
-            column_offsets=self.column_offsets.to(device),
-            column_rows=self.column_rows.to(device),
-            column_slots=self.column_slots.to(device),
-            slots={},
-        )
-
 
 def _slots(live: torch.Tensor, place: torch.Tensor, tiles: Tiles, side: str, block: int) -> torch.Tensor:
     """The slots of the tiles of one side, as `Lists` has them.

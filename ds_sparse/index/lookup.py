@@ -4,14 +4,13 @@ in the cache."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .block import BlockIndex, check_block
-from .cache import CPU, Cache, Refusal, is_in_graph
+from .cache import CPU, META, Cache, Refusal, is_in_graph
 from .packed import PackedIndex
 from .token import TokenIndex
 from .token_forms import tensors_in
@@ -50,8 +49,13 @@ def index_of_layout(layout: Tensor, block: int, device: torch.device, rows: rang
     """Index of a layout on the device, built at first use and after a change, or one of these block rows where no
     others are asked for. Raises ValueError for another layout for each sample of torch.vmap."""
     layout = unwrap_functorch("The layout", layout)
-    on = layout.device if device.type == "meta" else device
+    on = layout.device if device == META else device
     return _of_layouts.get((block, on), lambda: BlockIndex.build(layout.to(on), block), _LAYOUT, on, [layout], rows)
+
+
+def kept_of_layout(layout: Tensor, block: int, device: torch.device) -> BlockIndex | None:
+    """What `index_of_layout` has kept."""
+    return _of_layouts.find((block, device), (layout,))
 
 
 def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
@@ -76,7 +80,14 @@ def packed_index_of(
 
     if anew:
         return build()
-    return _of_documents.get((block, bounds, device), build, _PACKED, device, _owners(layout, cu_seqlens))
+    return _of_documents.get((block, tokens, device), build, _PACKED, device, (layout, cu_seqlens))
+
+
+def kept_of_documents(
+    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, device: torch.device
+) -> PackedIndex | None:
+    """What `packed_index_of` has kept."""
+    return _of_documents.find((block, tokens, device), (layout, cu_seqlens))
 
 
 def row_index_of(
@@ -89,32 +100,39 @@ def row_index_of(
 
     if is_built_anew(cu_seqlens):
         return build()
-    key = block, tokens, causal, device
-    return _of_rows.get(key, build, _PACKED, device, _owners(layout, cu_seqlens))
+    return _of_rows.get((block, tokens, causal, device), build, _PACKED, device, (layout, cu_seqlens))
+
+
+def kept_of_row(
+    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, causal: bool, device: torch.device
+) -> WindowIndex | None:
+    """What `row_index_of` has kept."""
+    return _of_rows.find((block, tokens, causal, device), (layout, cu_seqlens))
 
 
 def packed_pairs_of(index: TokenIndex, cu_seqlens: Tensor, document_layout: str) -> TokenIndex:
     """Pairs of the documents of a batch, built at first use and after a change of `cu_seqlens`."""
-    owners = _owners(index, cu_seqlens)
 
     def build() -> TokenIndex:
         return index.packed(cu_seqlens, document_layout)
 
-    return _of_pairs.get(document_layout, build, _PACKED_PAIRS, index.device, owners)
+    return _of_pairs.get(document_layout, build, _PACKED_PAIRS, index.device, (index, cu_seqlens))
 
 
 def index_of_window(
     tokens: int, numbers: WindowNumbers, device: torch.device, cu_seqlens: Tensor | None = None
 ) -> WindowIndex:
     """Index of a window's numbers, built at first use."""
+    key = tokens, numbers, device
 
-    key, build = (tokens, numbers, device), partial(WindowIndex.build, tokens, *numbers, device=device)
+    def build() -> WindowIndex:
+        return WindowIndex.build(tokens, *numbers, device=device, cu_seqlens=cu_seqlens)
+
     if cu_seqlens is None:
         return _of_windows.get(key, lambda: in_a_thread(build), _WINDOW, device)
-    build = partial(build, cu_seqlens=cu_seqlens)
     if numbers.in_order and is_built_anew(cu_seqlens):
         return build()
-    return _of_rows.get(key, build, _WINDOW, device, _owners(cu_seqlens))
+    return _of_rows.get(key, build, _WINDOW, device, (cu_seqlens,))
 
 
 def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: int, keys: int) -> TokenIndex:
@@ -128,11 +146,6 @@ def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: in
 def is_built_anew(cu_seqlens: Tensor | None) -> bool:
     """Tells if the index of packed documents is built in the graph, at each call, which keeps none of it."""
     return isinstance(cu_seqlens, Tensor) and is_in_graph(cu_seqlens)
-
-
-def _owners(*given: Tensor | BlockIndex | TokenIndex) -> list:
-    """Objects that an index of documents is made of; anything else is refused when it is built."""
-    return [x for x in given if isinstance(x, Tensor | BlockIndex | TokenIndex)]
 
 
 def _indexed(layout: Tensor | BlockIndex, block: int | None, device: torch.device) -> Tensor | BlockIndex:

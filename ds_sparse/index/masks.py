@@ -18,9 +18,7 @@ PARTIAL = ("error", "live")
 def layout_of_mask(mask: Tensor, block: int, partial: str) -> Tensor:
     """Blocks, bool (H or 1, R, C), of a bool mask (T, S) or (H, T, S). Raises as `BlockIndex.from_mask`."""
     _check_partial(partial)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"A mask is a bool tensor, got {given}; convert it with mask != 0.")
+    check_bool(mask)
     if mask.is_nested or mask.layout != torch.strided:
         kind, instead = ("nested", "to_padded_tensor(False)") if mask.is_nested else (mask.layout, "to_dense()")
         raise TypeError(f"A mask is a dense tensor, got one that is {kind}; give mask.{instead}.")
@@ -66,6 +64,13 @@ def layout_of_flex(mask: BlockMask, partial: str) -> tuple[Tensor, int]:
         cut = cut & ~_whole_at_the_ends(mask, cut, block)
         _refuse_cut(cut, live, block, mask.seq_lengths)
     return live, block
+
+
+def check_bool(mask: Tensor) -> None:
+    """Raises TypeError unless a mask is a bool tensor."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"A mask is a bool tensor, got {given}; convert it with mask != 0.")
 
 
 def _check_partial(partial: str) -> None:

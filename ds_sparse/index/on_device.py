@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import is_dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from .cache import Refusal
-from .ready_event import ReadyEvent
+from .cache import Refusal, is_capturing
 from .transforms import outside_transforms
+
+
+class ReadyEvent:
+    """Recorded on a CUDA stream behind the work that made an index; other streams queue behind it what they do with it.
+
+    The host does not wait for that work, and streams do not wait for each other. So each stream waits for the event
+    once, when it first uses the index; from then on the memory is kept from others until that stream is done, even if
+    the index is dropped before. In the capture of a CUDA graph a stream cannot wait for what is not captured, and need
+    not: `torch.cuda.graph` synchronises before it captures. What torch.compile makes of a function reads the tensors
+    without asking the index: synchronise between building it on one stream and running that on another.
+
+    Does nothing on other devices. A copy, also by pickle, stands for the work of copying.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.record()
+
+    def record(self) -> None:
+        """Marks the place that the current stream has come to. What a trace or a capture makes is used in there, or
+        behind it on the same stream."""
+        self._event: torch.cuda.Event | None = None
+        if self.device.type == "cuda" and not (torch.compiler.is_compiling() or is_capturing()):
+            stream = torch.cuda.current_stream(self.device)
+            self._event, self._behind = stream.record_event(), {stream.cuda_stream}
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the index was made on a GPU, and in no trace and no capture."""
+        return self._event is not None
+
+    def wait(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Puts what the current stream does next behind the event; `tensors` gives all that has been made."""
+        # The stream's number is had in a tenth of the time of a stream.
+        if self._event is None or torch.compiler.is_compiling():
+            return
+        if torch._C._cuda_getCurrentRawStream(self.device.index) in self._behind:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._event)
+            for x in tensors():
+                x.record_stream(stream)
+            self._behind.add(stream.cuda_stream)
+
+    def __reduce__(self):
+        return ReadyEvent, (self.device,)
 
 
 class OnDevice:
@@ -50,17 +96,16 @@ class OnDevice:
 
     @outside_transforms
     def _copied(self, device: torch.device) -> Self:
-        self.ready()
-        index: Any = self
-        parts = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor | OnDevice)}
-        return replace(index, **parts)
+        return copied(self.ready(), device)
 
-    def _once(self, name: Hashable, make: Callable[[], Any], instead: str | None = None) -> Any:
+    def _once(
+        self, name: Hashable, make: Callable[[], Any], instead: str | None = None, what: str | None = None
+    ) -> Any:
         """A part that is made at the first call, and kept; the current stream goes behind the end of the making.
-        `instead` says what to do before where a trace or a capture makes nothing."""
+        `instead` says what to do before where a trace or a capture makes nothing, `what` what that is."""
         if name not in self._made:
             if instead is not None:
-                self._refuse_to_make(instead)
+                self._refuse_to_make(instead, what)
             self._ready.wait(self._tensors)
             self._made[name] = make()
             self._ready.record()
@@ -80,6 +125,11 @@ class OnDevice:
         """All tensors whose memory it keeps; some may come twice."""
         for x in _parts(vars(self)):
             yield from (x,) if isinstance(x, Tensor) else x._held()
+
+
+def copied(x: Any, device: torch.device) -> Any:
+    """A dataclass, its tensors and indices on another device."""
+    return replace(x, **{key: part.to(device) for key, part in vars(x).items() if isinstance(part, Tensor | OnDevice)})
 
 
 def _parts(x: object) -> Iterator[Tensor | OnDevice]:

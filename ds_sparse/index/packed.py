@@ -18,12 +18,17 @@ from ..dispatch import HOPPER_TILE, tile_heights
 from ..tools.memory import refuse_too_large
 from .block import BlockIndex, as_index
 from .build import TilePlan
-from .cache import COMPARED_ON_GPU, Refusal, is_capturing, is_in_graph, refuse_traced
+from .cache import COMPARED_ON_GPU, Refusal, is_in_graph, refuse_captured, refuse_traced
 from .on_device import OnDevice
 from .tiles import SIDES, Tiles
 from .transforms import outside_transforms, outside_transforms_or_traced, unwrap_functorch
 
 DOCUMENT_LAYOUTS = ("own", "row")
+
+_UNREAD = (
+    "cu_seqlens is on a GPU, and cannot be read while a CUDA graph is captured; give it on the CPU, or, to "
+    "PackedIndex.build, tokens."
+)
 
 
 def check_document_layout(document_layout: str) -> None:
@@ -38,10 +43,11 @@ def check_document_layout(document_layout: str) -> None:
 def sent_to(x: Tensor, device: torch.device) -> Tensor:
     """x on a device; from the CPU to a GPU nobody waits. Raises RuntimeError where a CUDA graph, which is being
     captured, would repeat the copy from memory of the host that is gone by then."""
-    if x.is_cpu and device.type == "cuda" and is_capturing():
-        raise RuntimeError(
+    if x.is_cpu:
+        refuse_captured(
+            device,
             "The index of packed documents is built while a CUDA graph is captured, and what it is made of is on the "
-            "CPU; give cu_seqlens and the layout on the GPU."
+            "CPU; give cu_seqlens and the layout on the GPU.",
         )
     if x.is_cpu and device.type == "cuda" and not torch.compiler.is_compiling():
         return x.pin_memory().to(device, non_blocking=True)
@@ -74,16 +80,12 @@ class Documents:
     edges: tuple[int, ...]
 
     @classmethod
-    def read(cls, cu_seqlens: Tensor) -> Documents:
+    def read(cls, cu_seqlens: Tensor, if_captured: str = _UNREAD) -> Documents:
         """Reads `cu_seqlens`, int32 or int64 (documents + 1), ascending from 0 to the row's tokens, as FlashAttention
-        has it; waits for its device. Raises TypeError or ValueError for anything else, RuntimeError in the capture of a
-        CUDA graph."""
+        has it; waits for its device. Raises TypeError or ValueError for anything else, RuntimeError with the sentence
+        `if_captured` in the capture of a CUDA graph."""
         check_form(cu_seqlens)
-        if is_in_graph(cu_seqlens) and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "cu_seqlens is on a GPU, and cannot be read while a CUDA graph is captured; give it on the CPU, or, to "
-                "PackedIndex.build, tokens."
-            )
+        refuse_captured(cu_seqlens.device, if_captured)
         edges = unwrap_functorch("cu_seqlens", cu_seqlens).tolist()
         if edges[0] != 0 or edges[-1] < 1:
             raise ValueError(
@@ -488,28 +490,18 @@ def live_squares(index: BlockIndex) -> tuple[list[int], ...]:
     return index._once("squares", partial(_count_squares, index))
 
 
-def most_live(index: BlockIndex, blocks: int, longest: int) -> tuple[int, int]:
-    """The most live blocks that documents have which are so many blocks together, up to `longest` each; and those of
-    them that are not above the diagonal. A graph counts none."""
-    if _is_not_counted(index):
-        all_blocks = index.layout_heads * blocks * longest
-        return all_blocks, (all_blocks + index.layout_heads * blocks) // 2
-    of_all, not_ahead = live_squares(index)[2:]
-    return blocks * of_all[longest], blocks * not_ahead[longest]
-
-
-def live_in_square(index: BlockIndex, blocks: int) -> tuple[int, int]:
-    """The live blocks of the top-left so many, and those of them that are not above the diagonal; at most as many, in a
-    graph that counts none."""
-    if _is_not_counted(index):
-        all_blocks = index.layout_heads * blocks**2
-        return all_blocks, (all_blocks + index.layout_heads * blocks) // 2
-    of_all, not_ahead = live_squares(index)[:2]
-    return of_all[blocks], not_ahead[blocks]
-
-
-def _is_not_counted(index: BlockIndex) -> bool:
-    return "squares" not in index._made and is_in_graph(index.bits)
+def most_live(index: BlockIndex, blocks: int, longest: int | None = None) -> tuple[int, int]:
+    """The live blocks of the top-left so many; with `longest` the most of documents that have so many blocks together,
+    up to `longest` each; and those of them that are not above the diagonal. A graph counts none, and has space for all
+    blocks."""
+    if "squares" not in index._made and is_in_graph(index.bits):
+        of_rows = index.layout_heads * blocks
+        of_all = of_rows * (blocks if longest is None else longest)
+        return of_all, (of_all + of_rows) // 2
+    squares = live_squares(index)
+    if longest is None:
+        return squares[0][blocks], squares[1][blocks]
+    return blocks * squares[2][longest], blocks * squares[3][longest]
 
 
 @outside_transforms

@@ -54,7 +54,3 @@ class Strips:
         units = torch.stack([line, row_offsets[line], count[line], pack_rows(number_in_line << log_rows, log_rows)], 1)
         beyond = (count * block - most).clamp_(min=0)[line]
         return cls(most, units[beyond.argsort(descending=True, stable=True)].int())
-
-    def to(self, device: torch.device | str) -> Strips:
-        """The same strips on another device."""
-        return Strips(self.most, self.units.to(device))

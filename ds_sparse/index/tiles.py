@@ -51,10 +51,6 @@ class Tiles:
     units: torch.Tensor
     cuts: torch.Tensor
 
-    def to(self, device: torch.device | str) -> Tiles:
-        """The same tiles on another device."""
-        return Tiles(self.tile, *(x.to(device) for x in (self.lines, self.entries, self.units, self.cuts)))
-
     def tile_of_entries(self, count: int) -> torch.Tensor:
         """The tile that each entry is of, int64 (E), `count` being how many tiles there are."""
         lengths = torch.zeros(count, dtype=torch.int64, device=self.units.device)

@@ -178,24 +178,16 @@ class TokenIndex(OnDevice):
     @classmethod
     @outside_transforms
     def _build(cls, pairs: TokenPairs) -> TokenIndex:
-        row, column, counts = pairs.row, pairs.column, pairs.counts
+        row, column, counts, batch, heads, queries, keys = pairs
         if sum(counts) >= 2**31:
             raise ValueError(f"There are {sum(counts)} pairs; the index holds fewer than 2**31.")
-        place, order = row * max(1, pairs.keys) + column, None
+        place, order = row * max(1, keys) + column, None
         if bool((place.diff() < 0).any()):
             by_place = torch.argsort(place, stable=True)
             row, column = row[by_place], column[by_place]
             order = by_place - of_lists([0, *accumulate(counts[:-1])], counts, row.device)
-        return cls(
-            queries=pairs.queries,
-            keys=pairs.keys,
-            batch=pairs.batch,
-            heads=pairs.heads,
-            row_offsets=_offsets_of(row, len(counts) * pairs.queries),
-            columns=column.int(),
-            ends=tuple(accumulate(counts)),
-            order=order,
-        )
+        row_offsets = _offsets_of(row, len(counts) * queries)
+        return cls(queries, keys, batch, heads, row_offsets, column.int(), tuple(accumulate(counts)), order)
 
     def __repr__(self) -> str:
         parts = [f"{self.queries} x {self.keys} tokens", f"{self.num_pairs} pairs"]
@@ -299,7 +291,7 @@ class TokenIndex(OnDevice):
         """The pairs as bits in tiles, where a Hopper GPU's kernels are faster with these. Made at the first call."""
 
         def make() -> TokenTiles | None:
-            return self.make_tiles() if tile_heights("sparse_attn", self.device, BLOCK) else None
+            return TokenTiles.of(self) if tile_heights("sparse_attn", self.device, BLOCK) else None
 
         return self._once("tiles", make, _PREPARED)
 
@@ -347,9 +339,8 @@ class TokenIndex(OnDevice):
         Returns:
             Values, int64 (N,), and offsets, int64 (T + 1,); each nested as in `pairs`.
         """
-        starts = (0, *self.ends[:-1])
-        rows = self.row_offsets.long()
-        offsets = [rows[p * self.queries : (p + 1) * self.queries + 1] - start for p, start in enumerate(starts)]
+        rows, count = self.row_offsets.long(), self.queries
+        offsets = [rows[p * count : (p + 1) * count + 1] - start for p, start in enumerate(self._starts)]
         return self._nested(self._split(self.columns.long())), self._nested(offsets)
 
     def jagged(self) -> Nested:
@@ -449,7 +440,15 @@ class TokenIndex(OnDevice):
         return (self.batch, self.heads) if self.batch > 1 else (self.heads,) if self.heads > 1 else ()
 
     def _split(self, x: Tensor, dim: int = 0) -> list[Tensor]:
-        return list(x.split([end - start for start, end in zip((0, *self.ends), self.ends)], dim))
+        return list(x.split(self._counts, dim))
+
+    @property
+    def _starts(self) -> tuple[int, ...]:
+        return (0, *self.ends[:-1])
+
+    @property
+    def _counts(self) -> list[int]:
+        return [end - start for start, end in zip(self._starts, self.ends, strict=True)]
 
     def _nested(self, lists: list[Any]) -> Nested:
         if self.num_lists == 1:
@@ -470,24 +469,11 @@ class TokenIndex(OnDevice):
         return rows, rows // max(1, self.queries) * self.keys + self.columns
 
     @outside_transforms
-    def make_tiles(self) -> TokenTiles | None:
-        """`tiles` on any device, not kept. None where they would not pay, or cannot say what is listed: a list for each
-        sequence, a pair twice. Waits for the device."""
-        sizes = self.heads, self.queries, self.keys
-        if self.batch > 1 or not TokenTiles.may_pay(self.num_pairs, *sizes):
-            return None
-        rows, columns = self.make_places()
-        if not TokenTiles.pay(rows, columns, *sizes[1:]) or self.repeated is not None:
-            return None
-        return TokenTiles.make(self.blocks(BLOCK), rows, columns, *sizes)
-
-    @outside_transforms
     def _make_listed(self) -> Tensor:
-        starts = (0, *self.ends[:-1])
-        counts = [end - start for start, end in zip(starts, self.ends, strict=True)]
         assert self.order is not None
         listed = torch.empty_like(self.order)
-        listed[self.order + of_lists(starts, counts, self.device)] = torch.arange(self.num_pairs, device=self.device)
+        place = self.order + of_lists(self._starts, self._counts, self.device)
+        listed[place] = torch.arange(self.num_pairs, device=self.device)
         return listed
 
     @outside_transforms

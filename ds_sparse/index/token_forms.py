@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -16,38 +15,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .masks import check_bool
 from .transforms import unwrap_functorch
 
 Nested: TypeAlias = "Tensor | list[Nested]"
 """A tensor; for lists of each head a list of tensors; for lists of each sequence and head a list of such lists."""
 
 
-@dataclass(frozen=True, eq=False)
-class TokenPairs:
-    """The pairs of all lists, one list after another in (batch, head) order, in the order in which they were given.
-
-    Attributes:
-        row: int64 (N). p * queries + i of pair (i, j) of list p.
-        column: int64 (N). j.
-        counts: pairs of each list.
-        batch, heads: sequences and heads that have lists of their own; 1 where all share them.
-        queries, keys: tokens that there are.
-    """
-
-    row: Tensor
-    column: Tensor
-    counts: list[int]
-    batch: int
-    heads: int
-    queries: int
-    keys: int
+TokenPairs: TypeAlias = tuple[Tensor, Tensor, list[int], int, int, int, int]
+"""The pairs of all lists, one list after another in (batch, head) order, in the order in which they were given: int64
+(N) each, p * queries + i of pair (i, j) of list p, and j; the pairs of each list; the sequences and the heads that have
+lists of their own, 1 where all share them; and how many queries and keys there are."""
 
 
 def pairs_of_mask(mask: Tensor) -> TokenPairs:
     """Raises TypeError, ValueError as `TokenIndex.from_mask`."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"A mask is a bool tensor, got {given}; convert it with mask != 0.")
+    check_bool(mask)
     if mask.dim() not in (2, 3, 4):
         raise ValueError(
             "A mask has shape (queries, keys), (heads or 1, queries, keys) or (batch or 1, heads or 1, queries, "
@@ -56,7 +39,7 @@ def pairs_of_mask(mask: Tensor) -> TokenPairs:
     batch, heads, queries, keys = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     mask = mask.reshape(batch * heads, queries, keys)
     p, row, column = mask.nonzero().unbind(1)
-    return TokenPairs(p * queries + row, column, mask.sum((1, 2)).tolist(), batch, heads, queries, keys)
+    return p * queries + row, column, mask.sum((1, 2)).tolist(), batch, heads, queries, keys
 
 
 def pairs_of_pairs(pairs: Tensor | Sequence, queries: int, keys: int) -> TokenPairs:
@@ -78,7 +61,7 @@ def pairs_of_pairs(pairs: Tensor | Sequence, queries: int, keys: int) -> TokenPa
     if bool(((row < 0) | (row >= queries) | (column < 0) | (column >= keys)).any()):
         _refuse_pairs(lists, queries, keys)
     first_rows = of_lists([p * queries for p in range(len(lists))], counts, row.device)
-    return TokenPairs(first_rows + row, column, counts, batch, heads, queries, keys)
+    return first_rows + row, column, counts, batch, heads, queries, keys
 
 
 def pairs_of_csr(values: Tensor | Sequence, offsets: Tensor | Sequence, queries: int, keys: int) -> TokenPairs:
@@ -109,7 +92,7 @@ def pairs_of_csr(values: Tensor | Sequence, offsets: Tensor | Sequence, queries:
     row = lines.repeat_interleave(per_row, output_size=len(column))
     if bool(((column < 0) | (column >= keys)).any()):
         _refuse_values(lists, ends, keys)
-    return TokenPairs(row, column, counts, batch, heads, queries, keys)
+    return row, column, counts, batch, heads, queries, keys
 
 
 def tensors_in(x: Tensor | Sequence) -> list[Tensor]:

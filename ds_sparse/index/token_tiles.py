@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..dispatch import HOPPER_TILE
-from .block import BlockIndex
 from .packing import block_of, place_of
-from .tiles import Tiles
+from .tiles import SIDES, Tiles
+from .transforms import outside_transforms
+
+if TYPE_CHECKING:
+    from .token import TokenIndex
 
 BLOCK = 64
 """Tokens on the side of the blocks that hold pairs."""
@@ -40,38 +44,30 @@ class TokenTiles:
     row_pairs: torch.Tensor
     column_pairs: torch.Tensor
 
-    @staticmethod
-    def may_pay(num_pairs: int, heads: int, queries: int, keys: int) -> bool:
-        """Tells if a layout, a square of the tokens, would be no larger than the list."""
+    @classmethod
+    @outside_transforms
+    def of(cls, index: TokenIndex) -> TokenTiles | None:
+        """The tiles of a list's pairs, on any device. None where they would not pay, or cannot say what is listed: a
+        list for each sequence, a pair twice. Waits for the device."""
+        heads, queries, keys = index.heads, index.queries, index.keys
+        # A layout, a square of the tokens, is made only where it is no larger than the list.
         blocks = heads * -(-queries // BLOCK) * -(-keys // BLOCK)
-        return num_pairs > 0 and blocks <= MOST_BLOCKS * num_pairs
-
-    @staticmethod
-    def pay(rows: torch.Tensor, columns: torch.Tensor, queries: int, keys: int) -> bool:
-        """Tells if the pairs, at `TokenIndex.places`, are in so few entries that tiles pay. Waits for the device."""
-        for own, other, width in ((rows, columns % keys, keys), (columns, rows % queries, queries)):
+        if index.batch > 1 or index.num_pairs == 0 or blocks > MOST_BLOCKS * index.num_pairs:
+            return None
+        rows, columns = index.make_places()
+        head, row, column = rows // queries, rows % queries, columns % keys
+        for own, other, width in ((rows, column, keys), (columns, row, queries)):
             # Numbers of all heads' tokens: a tile that reaches from one head to the next is counted once, and may be.
             entries = torch.unique(own // HOPPER_TILE * width + other // BLOCK)
             if len(rows) < LEAST_PAIRS * len(entries):
-                return False
-        return True
-
-    @classmethod
-    def make(
-        cls, blocks: BlockIndex, rows: torch.Tensor, columns: torch.Tensor, heads: int, queries: int, keys: int
-    ) -> TokenTiles:
-        """The tiles of pairs, no pair twice.
-
-        Args:
-            blocks: the blocks of `BLOCK` tokens that hold a pair.
-            rows, columns: int64 (N), as `TokenIndex.places`.
-            heads, queries, keys: heads with lists of their own, and tokens of one.
-        """
-        row_tiles, column_tiles = (blocks.tiles(side, HOPPER_TILE) for side in ("rows", "columns"))
-        head, row, column = rows // queries, rows % queries, columns % keys
-        sizes = heads, blocks.layout_heads
+                return None
+        if index.repeated is not None:
+            return None
+        live = index.blocks(BLOCK)
+        row_tiles, column_tiles = (live.tiles(side, HOPPER_TILE) for side in SIDES)
+        sizes = heads, live.layout_heads
         return cls(
-            blocks.layout_heads, row_tiles, column_tiles,
+            live.layout_heads, row_tiles, column_tiles,
             _bits(row_tiles, *sizes, head, row, column), _bits(column_tiles, *sizes, head, column, row),
         )  # fmt: skip
 

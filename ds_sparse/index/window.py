@@ -18,7 +18,7 @@ from ..tools.wording import listed
 from .block import BlockIndex
 from .cache import is_in_graph, refuse_traced
 from .on_device import OnDevice
-from .packed import Borders, Documents, index_of_square, live_in_square, sent_to
+from .packed import Borders, Documents, index_of_square, most_live, sent_to
 from .transforms import outside_transforms_or_traced, while_traced
 from .window_sizes import Numbers, global_numbers, of_heads
 
@@ -209,7 +209,7 @@ def index_of_row(
     of_row = index_of_square(layout, block, tokens, "a row").ready()
     ranges, lost = borders.row_blocks(of_row.block, tokens)
     bits = ops.index_bits_of_documents(sent_to(of_row.bits, device), ranges, False, causal)
-    capacity = live_in_square(of_row, len(ranges))[int(causal)]
+    capacity = most_live(of_row, len(ranges))[int(causal)]
     blocks = BlockIndex._bounded(
         bits, len(ranges), of_row.block, of_row.num_heads, 1, capacity, False if causal else None, lost
     )

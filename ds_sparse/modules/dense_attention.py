@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..index.cache import is_capturing
 from ..index.packed import Documents
 from ..ops.operands import as_matrix
+
+_UNREAD = (
+    "A dense layer computes packed documents one by one, and while a CUDA graph is captured nobody can read where they "
+    "begin; capture a model of which all layers are sparse."
+)
 
 
 def dense_attention(
@@ -43,12 +47,8 @@ def dense_attention(
                 "a mask, rpe, distance_bias or query_offset is given for packed documents, and goes by places in a "
                 "row; leave it out."
             )
-        if cu_seqlens.is_cuda and is_capturing():
-            raise RuntimeError(
-                "A dense layer computes packed documents one by one, and while a CUDA graph is captured nobody can "
-                "read where they begin; capture a model of which all layers are sparse."
-            )
-        lengths = [n for n in Documents.read(cu_seqlens).check_fills(query.shape[2]).lengths if n]
+        row = Documents.read(cu_seqlens, _UNREAD).check_fills(query.shape[2])
+        lengths = [n for n in row.lengths if n]
         # One call a document: a mask of all would be tokens by tokens.
         documents = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
         options: dict[str, Any] = {"scale": scale, "causal": causal, "sinks": sinks, "dropout_p": dropout_p}

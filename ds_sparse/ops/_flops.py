@@ -89,6 +89,7 @@ def at_positions(x: SimpleNamespace) -> int:
     columns = -(-keys // x.block)
     offsets = [x.offset] * batch if x.offsets is None else x.offsets.expand(batch).tolist()
     rows = (torch.tensor(offsets)[:, None] + torch.arange(tokens)).flatten() // x.block
+    rows = rows[(rows >= 0) & (rows < x.bits.shape[1])]  # a query at no row of the layout sees nothing
     seen = unpack_bits(x.bits, 8 * x.bits.shape[2])[:, rows.to(x.bits.device), :columns]
     if x.causal:
         seen = seen & (torch.arange(columns) <= rows[:, None]).to(seen.device)

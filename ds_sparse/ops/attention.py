@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..index import BlockIndex, PackedIndex, as_index
-from ..index.lookup import copy_of, index_of_layout
+from ..index.lookup import copy_of, index_of_layout, kept_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.packed import check_document_layout
 from ..layout import with_heads_of_sequences
@@ -178,9 +178,9 @@ def block_sparse_attention(
     like = known = None
     if query_offset is None:
         like = signature(
-            type(layout),
+            (type(layout), None if tensor is None else tensor.shape, type(cu_seqlens)),
             (query, key, value),
-            (key_padding_mask, attn_mask, rpe, distance_bias, sinks, cu_seqlens, tensor),
+            (key_padding_mask, attn_mask, rpe, distance_bias, sinks),
             (block, document_layout, scale, causal, dropout_p, return_lse),
         )
         known = None if like is None else _known.get(like)
@@ -199,8 +199,12 @@ def block_sparse_attention(
             if result is not None:
                 return result
         else:
-            given = _given_index(layout, known.layout, query, causal)
-            walk = known.walks.get(given)
+            given: Any
+            if tensor is None:
+                given = _given_index(layout, known.layout, query, causal)
+            else:
+                given = kept_of_layout(tensor, known.layout, query.device)
+            walk = None if given is None else known.walks.get(given)
             if walk is not None:
                 output, lse = attend(call, given.causal() if causal else given, walk)
                 return (output, lse) if return_lse else output

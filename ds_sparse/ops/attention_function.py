@@ -48,18 +48,18 @@ def attention_function(
     Args:
         name: of the function.
         operation: its name in sentences.
-        run: gives output, lse and rows of the index, the operands but for sinks, the numbers, and the index's walk, if
-            it is known.
-        gradients: gives those of query, key, value and bias, of the index; the gradients of output and lse; query, key,
-            value, output and rows; the other operands; the numbers; which gradients are wanted, the walk, and the
-            implementation that was forced.
+        run: gives output, lse and rows of the index, its walk, if it is known, the numbers, and the operands but for
+            sinks.
+        gradients: gives those of query, key, value and bias, of the index, its walk, the numbers, which gradients are
+            wanted, and the implementation that was forced; the gradients of output and lse; query, key, value, output
+            and rows; and the other operands.
         read: makes the output's gradient as kernels read it.
     """
 
     class Attention(Function):
         @staticmethod
         def forward(query, key, value, bias, sinks, key_bias, attn_mask, seed, index, walk, numbers):
-            output, lse, rows = run(index, query, key, value, bias, key_bias, attn_mask, seed, *numbers, walk=walk)
+            output, lse, rows = run(index, walk, numbers, query, key, value, bias, key_bias, attn_mask, seed)
             return (output, lse, rows) if sinks is None else with_sinks(output, rows, sinks)
 
         @staticmethod
@@ -78,7 +78,7 @@ def attention_function(
             grad_lse = None if grad_lse is None else grad_lse.contiguous()
             saved = grad_output, grad_lse, query, key, value, output, rows, bias, *masks
             (index, walk, numbers, forced), wanted = ctx.how, ctx.needs_input_grad
-            grads = gradients(index, *saved, *numbers, wanted=wanted, walk=walk, forced=forced)
+            grads = gradients(index, walk, numbers, wanted, forced, *saved)
             grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks) if wanted[4] else None
             return *grads, grad_sinks, None, None, None, None, None, None
 
@@ -105,9 +105,13 @@ def attend(call: AttentionCall, index: BlockIndex | MasterLayout, walk: Walk | N
         output (B, H, T, D), and lse (B, H, T).
     """
     query, key, value, scale, causal, padding, mask, rpe, by_distance, sinks, dropout_p = call
-    head_dim = query.shape[3]
-    if query.numel() == 0:
-        return results_of_nothing(call)
+    in_place = walk is not None and walk.in_place
+    if not in_place:
+        if query.numel() == 0:
+            return results_of_nothing(call)
+        if walk is None and torch.compiler.is_compiling():
+            query, key, value = distinct_when_traced(query, key, value)
+        query, key, value = readable(query), readable(key), readable(value)
     bias = seed = None
     if padding is not None:
         padding = key_bias_of(padding, wide_dtype(query.dtype), key.shape[2], query.is_cuda)
@@ -117,15 +121,13 @@ def attend(call: AttentionCall, index: BlockIndex | MasterLayout, walk: Walk | N
         bias = _bias(call)
     if dropout_p > 0:
         seed = dropout_seed(query.device)
-    if walk is None and torch.compiler.is_compiling():
-        query, key, value = distinct_when_traced(query, key, value)
-    if walk is None or not walk.in_place:
-        query, key, value = readable(query), readable(key), readable(value)
     apply = _Attention.apply if walk is None else walk.apply
     output, lse, _ = apply(
         query, key, value, bias, sinks, padding, mask, seed, index, walk, (scale, causal, float(dropout_p))
     )
-    return output[..., :head_dim] if head_dim % 8 else output, lse
+    if not in_place and (head_dim := call.query.shape[3]) % 8:
+        output = output[..., :head_dim]
+    return output, lse
 
 
 def results_of_nothing(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -148,29 +150,33 @@ def _bias(call: AttentionCall) -> Tensor:
     return matrices(rpe, dtype, keys).expand(-1, -1, tokens, -1)
 
 
-def attention_forward(
-    index: BlockIndex | MasterLayout, *call, walk: Walk | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[Tensor, Tensor, Tensor]:
     """output, lse and the saved statistics of rows: `block_attention_forward` without the arguments of the index."""
     if isinstance(index, MasterLayout):
         return ops.layout_attention_forward(*call, index.text)
-    *tensors, scale, causal, dropout_p = call
-    walk = walk_of(index, call[0]) if walk is None else walk.on(index)
+    return _run(index, walk_of(index, call[0]), call[7:], *call[:7])
+
+
+def _run(index: Any, walk: Walk | None, numbers: tuple[Any, ...], *tensors):
+    if walk is None:
+        return attention_forward(index, *tensors, *numbers)
+    index.ready()
     # Its only overload, which a call without `default` would look for.
-    return ops.block_attention_forward.default(*tensors, *walk.rows, scale, causal, dropout_p, *walk.ends)
+    return ops.block_attention_forward.default(*tensors, *walk.rows, *numbers, *walk.ends)
 
 
 def attention_backward(
-    index: BlockIndex | MasterLayout, *call, walk: Walk | None = None, forced: str | None = None
+    index: BlockIndex | MasterLayout, *call, forced: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, by `block_attention_backward`. forced: as of `dispatch.choose`."""
     if isinstance(index, MasterLayout):
         return ops.layout_attention_backward(*call, index.text)
-    *tensors, scale, causal, dropout_p, deterministic = call
-    walk = walk_of(index, tensors[2], forced) if walk is None else walk.on(index)
-    return ops.block_attention_backward.default(
-        *tensors, *walk.both, scale, causal, dropout_p, deterministic, *walk.ends
-    )
+    return _run_backward(index, walk_of(index, call[2], forced), call[11:], *call[:11])
+
+
+def _run_backward(index: BlockIndex, walk: Walk, numbers: tuple[Any, ...], *tensors):
+    index.ready()
+    return ops.block_attention_backward.default(*tensors, *walk.both, *numbers, *walk.ends)
 
 
 def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
@@ -185,19 +191,22 @@ def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
     )  # fmt: skip
 
 
-def _gradients(index: BlockIndex | MasterLayout, *call, wanted: tuple[bool, ...], walk: Walk | None, forced: str):
+def _gradients(index: Any, walk: Walk | None, numbers: tuple[Any, ...], wanted: tuple[bool, ...], forced: str, *saved):
     grads: tuple[Tensor | None, ...] = (None, None, None)
-    grad_bias, bias = None, call[7]
+    grad_bias, bias = None, saved[7]
     if any(wanted[:3]):
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        grads = attention_backward(index, *call, deterministic, walk=walk, forced=forced)
+        of_three = *numbers, torch.are_deterministic_algorithms_enabled()
+        if walk is None:
+            grads = attention_backward(index, *saved, *of_three, forced=forced)
+        else:
+            grads = _run_backward(index, walk, of_three, *saved)
     if wanted[3]:
         bias_backward = distance_bias_backward if bias.dim() == 2 else attention_bias_backward
-        grad_bias = bias_backward(index, *call).to(bias.dtype)
+        grad_bias = bias_backward(index, *saved, *numbers).to(bias.dtype)
     return *grads, grad_bias
 
 
-_Attention = attention_function("_Attention", "block_sparse_attention", attention_forward, _gradients)
+_Attention = attention_function("_Attention", "block_sparse_attention", _run, _gradients)
 
 
 def remembered_walk(call: AttentionCall, index: BlockIndex) -> Walk:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._ops import ops
 from ..dispatch import choose, readable
 from ..index import BlockIndex, PackedIndex, WindowIndex
-from ..index.lookup import is_built_anew, packed_index_of, row_index_of
+from ..index.lookup import is_built_anew, kept_of_documents, kept_of_row, packed_index_of, row_index_of
 from ..index.tiles import SIDES
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, attention_function, remembered_walk
@@ -101,10 +101,10 @@ def documents_again(
             return None
         tokens = query.shape[0 if query.dim() == 3 else 2]
         if document_layout == "own":
-            index = packed_index_of(index, cu_seqlens, block, tokens, query.device)
+            index = kept_of_documents(index, cu_seqlens, block, tokens, query.device)
         else:
-            index = row_index_of(index, cu_seqlens, block, tokens, call.causal, query.device)
-    walk = known.walks.get(index)
+            index = kept_of_row(index, cu_seqlens, block, tokens, call.causal, query.device)
+    walk = None if index is None else known.walks.get(index)
     if walk is None:
         return None
     row = row_of(query, call.key, call.value, cu_seqlens)
@@ -224,22 +224,23 @@ def _walk_in_place(index: PackedIndex, query: Tensor, causal: bool) -> Walk:
     return Walk(rows, (index.spans, *spans, *lists[0], *lists[1], *sizes))
 
 
-def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, causal, walk):
+def _run(index, walk, numbers, query, key, value, *_):
+    scale, causal = numbers
     if walk is None:
         tile = choose("block_sparse_attention", call_on(index, query)).tile(index.block)
         lists = lists_of_tiles(index.tiles("rows", tile, causal))
         rows = index.spans, index.tile_spans("rows", tile, causal), *lists, index.layout_heads, index.block
     else:
-        rows = walk.on(index).rows
+        index.ready()
+        rows = walk.rows
     return ops.packed_attention_forward.default(query, key, value, *rows, scale, causal, True, not index.bounded)
 
 
-def _gradients(index, *call, wanted, walk, forced):
-    *saved, _, _, _, _, scale, causal = call
-    walk = _walk_in_place(index, saved[2], causal) if walk is None else walk.on(index)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    call = *saved, *walk.both, scale, causal, deterministic, True, not index.bounded
-    return *ops.packed_attention_backward.default(*call), None
+def _gradients(index, walk, numbers, wanted, forced, *saved):
+    index.ready()
+    walk = _walk_in_place(index, saved[2], numbers[1]) if walk is None else walk
+    ends = torch.are_deterministic_algorithms_enabled(), True, not index.bounded
+    return *ops.packed_attention_backward.default(*saved[:7], *walk.both, *numbers, *ends), None
 
 
 _PackedAttention = attention_function("_PackedAttention", "block_sparse_attention", _run, _gradients)

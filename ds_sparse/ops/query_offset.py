@@ -46,7 +46,8 @@ _known = Remembered()
 def parts_at(offset: Offset, layout: Any, block: int | None, call: AttentionCall) -> tuple[Offset, Parts]:
     """The position of the first query, or of each sequence's where they are not known to be equal, (1 or B,) on query's
     device, and the layout, after a check that it covers them and the keys. Positions on a GPU are read, and waited for,
-    of many queries and of a bias by distance alone; else one outside of the layout is NaN, or an assertion there.
+    of many queries, of queries on the CPU and of a bias by distance alone; else one outside of the layout is NaN, or an
+    assertion there.
 
     Raises:
         TypeError: an offset that is no integer and no tensor of such.
@@ -69,17 +70,27 @@ def parts_at(offset: Offset, layout: Any, block: int | None, call: AttentionCall
     elif block is not None and block != layout.block:
         raise ValueError(f"block is {block}, and the index was built for blocks of {layout.block}; leave it out.")
     parts = parts_of(layout)
-    queries, columns = parts.rows * parts.block, parts.columns * parts.block
-    end = tokens if positions is None else positions.stop
-    if end > queries or keys > columns:
+    highest, columns = 0 if positions is None else positions.stop - tokens, parts.columns * parts.block
+    last = highest + tokens - 1
+    if _placed(highest, query, parts) is None or keys > columns:
         raise ValueError(
-            f"The layout covers {queries} query and {columns} key tokens, the last query is at {end - 1} and there are "
-            f"{keys} keys; build it for a longer sequence."
+            f"The layout covers {parts.rows * parts.block} query and {columns} key tokens, the last query is at {last} "
+            f"and there are {keys} keys; build it for a longer sequence."
         )
-    check_distance_bias(call.distance_bias, query, keys, end - 1, call.rpe)
-    if isinstance(offset, Tensor) and tokens <= FEW_QUERIES:
-        offset = offset.to(query.device, non_blocking=True)
-    return offset, parts
+    check_distance_bias(call.distance_bias, query, keys, last, call.rpe)
+    placed = _placed(offset, query, parts) if tokens <= FEW_QUERIES else offset
+    assert placed is not None, "or the highest would not be in the layout"
+    return placed, parts
+
+
+def _placed(offset: Offset, query: Tensor, parts: Parts) -> Offset | None:
+    """A position as few queries take it: a tensor as (1 or B,) on query's device, unread, and a number as it is; None
+    where the number puts queries outside of the layout."""
+    if not isinstance(offset, Tensor):
+        return offset if 0 <= offset <= parts.rows * parts.block - query.shape[2] else None
+    offset = offset.reshape(-1)
+    # What a GPU sends to the CPU is waited for, as it is read there.
+    return offset if offset.device == query.device else offset.to(query.device, non_blocking=not query.is_cpu)
 
 
 def _position(offset: Offset, batch: int, tokens: int, reads: bool) -> tuple[Offset, range | None]:
@@ -91,10 +102,9 @@ def _position(offset: Offset, batch: int, tokens: int, reads: bool) -> tuple[Off
             raise ValueError(
                 f"query_offset has shape {tuple(offset.shape)}; it has to be an integer, or ({batch},), one a sequence."
             )
-        offset = offset.reshape(-1)
         if not (reads or offset.is_cpu):
             return offset, None
-        offsets = offset.tolist() or [0]
+        offsets = offset.reshape(-1).tolist() or [0]
     elif isinstance(offset, Integral) and not isinstance(offset, bool):
         offsets = [int(offset)]
     else:
@@ -131,7 +141,7 @@ def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torc
 
 def signature_at(call: AttentionCall, offset: Any, layout: Any, block: int | None) -> Signature | None:
     """What tells a call at an offset, not checked yet, from others; None where it is not remembered, as with a layout
-    that may change, and with an offset that has to be read."""
+    that may change, and with an offset that has to be read, or to be sent to query's device."""
     if (
         not isinstance(layout, BlockIndex | MasterLayout)
         or call.dropout_p
@@ -139,7 +149,7 @@ def signature_at(call: AttentionCall, offset: Any, layout: Any, block: int | Non
     ):
         return None
     offsets = offset if isinstance(offset, Tensor) else None
-    if type(offset) is not int if offsets is None else offsets.is_cpu:
+    if type(offset) is not int if offsets is None else offsets.is_cpu or offsets.device != call.query.device:
         return None
     operands, options = (call.query, call.key, call.value), (block, call.scale, call.causal)
     return signature(type(layout), operands, (call.key_padding_mask, call.sinks, offsets), options)
@@ -158,13 +168,12 @@ def attention_again(like: Signature, call: AttentionCall, offset: Offset, layout
     if known is None or walk is None:
         return None
     (parts,) = walk.rows
-    if isinstance(offset, Tensor):
-        offset = offset.reshape(-1)
-    elif not 0 <= offset <= parts.rows * parts.block - call.query.shape[2]:
+    placed = _placed(offset, call.query, parts)
+    if placed is None:
         return None
     if isinstance(layout, BlockIndex):
         layout.ready()
-    return _decoded(call._replace(scale=known.scale), parts.bits(call.device), parts.block, offset)
+    return _decoded(call._replace(scale=known.scale), parts.bits(call.device), parts.block, placed)
 
 
 def window_at(

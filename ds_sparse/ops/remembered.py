@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 
 from ..dispatch import forced_implementation, is_aligned, is_readable
 from ..index.cache import is_capturing
-from ..index.on_device import OnDevice
 from ._autograd import Function, recorded
 
 Signature = tuple[tuple[Any, ...], ...]
@@ -26,14 +25,14 @@ _PLAIN = frozenset({NoneType, bool, int, float, str})
 
 
 def signature(
-    kind: type, operands: tuple[Any, ...], others: tuple[Any, ...], options: tuple[Any, ...]
+    kind: Any, operands: tuple[Any, ...], others: tuple[Any, ...], options: tuple[Any, ...]
 ) -> Signature | None:
     """All that checks look at, but for values of tensors. None where a call is not remembered: in a trace, under
     torch.func's transforms and in forward mode, where autocast casts an operand, and with tensors that have no memory
     or are of a subclass.
 
     Args:
-        kind: class of what holds the layout.
+        kind: class of what holds the layout, and what else tells calls apart.
         operands: tensors that autocast casts.
         others: tensors that it does not; None is what is not given.
         options: they count with their types, as 16 is a block and 16.0 is none. A call is not remembered with others
@@ -73,7 +72,7 @@ class Walk(NamedTuple):
             whether layouts are those of sequences.
         function: the autograd function.
         apply: what of it runs: all, or forward alone where no gradient is wanted.
-        in_place: whether the operands are read where they are.
+        in_place: whether the operands are read where they are, and hold something.
         gradients: of a product: the walks of the gradients of its operands, where its own has these strides and is
             aligned; None is what is not known.
         strides: of the product.
@@ -94,18 +93,15 @@ class Walk(NamedTuple):
         wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, *others))
         apply = recorded(function) if wanted else function.forward
         return self._replace(
-            function=function, apply=apply, in_place=all(x.dim() == 4 and is_readable(x) for x in operands)
+            function=function,
+            apply=apply,
+            in_place=all(x.dim() == 4 and x.numel() > 0 and is_readable(x) for x in operands),
         )
 
     def of_gradient(self, operand: int, grad: Tensor) -> Walk | None:
         """The walk of the gradient of a product's operand, by its number, of that of the product."""
         is_alike = grad.stride() == self.strides and is_aligned(grad)
         return self.gradients[operand] if is_alike else None
-
-    def on(self, index: OnDevice) -> Walk:
-        """The walk itself, for what the current stream does next with the index."""
-        index.ready()
-        return self
 
 
 class Known(NamedTuple):

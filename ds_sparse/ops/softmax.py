@@ -216,7 +216,8 @@ def _broadcastable(name: str, x: torch.Tensor, device: torch.device, shape: tupl
 class _Softmax(Function):
     @staticmethod
     def forward(scores, rpe, key_padding_mask, attn_mask, index: BlockIndex, heads: int | None, scale, causal, walk):
-        walk = _walk_of(index) if walk is None else walk.on(index)
+        index.ready()
+        walk = _walk_of(index) if walk is None else walk
         return ops.softmax_forward.default(
             scores.contiguous(), rpe, key_padding_mask, attn_mask, *walk.rows, scale, causal
         )
@@ -232,7 +233,8 @@ class _Softmax(Function):
     def backward(ctx, grad: torch.Tensor):
         (probs,) = ctx.saved_tensors
         index, scale = ctx.index, ctx.scale
-        walk = _walk_of(index) if ctx.walk is None else ctx.walk.on(index)
+        index.ready()
+        walk = _walk_of(index) if ctx.walk is None else ctx.walk
         wants_bias = any(ctx.needs_input_grad[1:4])
         grad_sum = ops.softmax_backward.default(grad.contiguous(), probs, *walk.rows, 1.0 if wants_bias else scale)
         grads = [grad_sum * scale if wants_bias else grad_sum]

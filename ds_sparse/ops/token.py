@@ -491,27 +491,28 @@ _Matmul = product_function(
 )
 
 
-def _run(index, q, k, v, bias, key_bias, attn_mask, seed, scale, walk):
-    return ops.token_attention_forward(q, k, v, index.row_offsets, index.columns, index.batch, index.heads, scale)
+def _run(index, walk, numbers, q, k, v, *_):
+    return ops.token_attention_forward.default(
+        q, k, v, index.row_offsets, index.columns, index.batch, index.heads, *numbers
+    )
 
 
-def _gradients(index, *call, wanted, walk, forced):
-    *saved, _, _, _, _, scale = call
-    grads = ops.token_attention_backward(
-        *saved, index.row_offsets, index.columns, *index.by_key, index.batch, index.heads, scale
+def _gradients(index, walk, numbers, wanted, forced, *saved):
+    grads = ops.token_attention_backward.default(
+        *saved[:7], index.row_offsets, index.columns, *index.by_key, index.batch, index.heads, *numbers
     )
     return *grads, None
 
 
-def _run_tiles(tiles, q, k, v, bias, key_bias, attn_mask, seed, scale, walk):
-    return ops.token_tiles_forward(q, k, v, *lists_of_tiles(tiles.rows), tiles.row_pairs, tiles.layout_heads, scale)
+def _run_tiles(tiles, walk, numbers, q, k, v, *_):
+    rows = lists_of_tiles(tiles.rows)
+    return ops.token_tiles_forward.default(q, k, v, *rows, tiles.row_pairs, tiles.layout_heads, *numbers)
 
 
-def _gradients_of_tiles(tiles, *call, wanted, walk, forced):
-    *saved, _, _, _, _, scale = call
-    grads = ops.token_tiles_backward(
-        *saved, *lists_of_tiles(tiles.rows), tiles.row_pairs, *lists_of_tiles(tiles.columns), tiles.column_pairs,
-        tiles.layout_heads, scale, torch.are_deterministic_algorithms_enabled(),
+def _gradients_of_tiles(tiles, walk, numbers, wanted, forced, *saved):
+    grads = ops.token_tiles_backward.default(
+        *saved[:7], *lists_of_tiles(tiles.rows), tiles.row_pairs, *lists_of_tiles(tiles.columns), tiles.column_pairs,
+        tiles.layout_heads, *numbers, torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return *grads, None
 

@@ -14,6 +14,7 @@ import torch
 from .._ops import ops
 from ..dispatch import readable
 from ..index import WindowIndex
+from ..index.cache import CPU
 from ..index.lookup import index_of_window, is_built_anew
 from ..index.window_sizes import Numbers, WindowNumbers, global_numbers, of_heads
 from ..tools.wording import listed
@@ -108,7 +109,7 @@ def window_attention(
         walk = known.walks.get(found)
         if walk is not None:
             call = AttentionCall(query, key, value, known.scale, causal, key_padding_mask, sinks=sinks)
-            return attend_in_window(call, found.ready(), walk)
+            return attend_in_window(call, found, walk)
     row = None
     if is_row(query, key, value, cu_seqlens is not None or by_index):
         row = packed_operands(query, key, value, cu_seqlens)
@@ -155,7 +156,7 @@ def attend_in_window(call: AttentionCall, index: WindowIndex | WindowNumbers, wa
         key_bias = key_bias_of(call.key_padding_mask, wide_dtype(query.dtype), tokens, query.is_cuda)
         key_bias = key_bias.view(-1, 1, 1, tokens)
     if isinstance(index, WindowIndex):
-        order, inverse = index.order, index.inverse
+        order, inverse = index.ready().order, index.inverse
     else:
         order, inverse = (None, None) if index.in_order else ops.window_order(tokens, *index, query.device)
     if order is not None:
@@ -249,7 +250,7 @@ def fitting_window(given: WindowIndex, query: torch.Tensor) -> WindowIndex:
 
 
 def _device_of(query: torch.Tensor) -> torch.device:
-    return torch.device("cpu") if query.device.type == "meta" else query.device
+    return CPU if query.is_meta else query.device
 
 
 def _ordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -281,12 +282,13 @@ class _Ordered(Function):
 def window_attention_forward(
     index: WindowIndex | WindowNumbers, *call, walk: Walk | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """output, lse and the saved statistics of rows: of query, key, value, key_bias and scale."""
+    """output, lse and the saved statistics of rows: of query, key, value, key_bias and scale. walk: of the index's
+    blocks, if it is known."""
     if isinstance(index, WindowNumbers):
         return ops.window_numbers_forward(*call, *index)
     *tensors, scale = call
-    blocks = index.blocks
-    walk = walk_of(blocks, call[0]) if walk is None else walk.on(index).on(blocks)
+    blocks = index.blocks.ready()
+    walk = walk_of(blocks, call[0]) if walk is None else walk
     return ops.window_attention_forward.default(
         *tensors, index.limits, index.places, *walk.rows, index.num_global, scale, index.causal, *walk.ends[:2]
     )
@@ -299,8 +301,8 @@ def window_attention_backward(
     if isinstance(index, WindowNumbers):
         return ops.window_numbers_backward(*call, *index)
     *tensors, scale, deterministic = call
-    blocks = index.blocks
-    walk = walk_of(blocks, call[1], forced) if walk is None else walk.on(index).on(blocks)
+    blocks = index.ready().blocks.ready()
+    walk = walk_of(blocks, call[1], forced) if walk is None else walk
     return ops.window_attention_backward.default(
         *tensors, index.limits, index.places, *walk.both, index.num_global, scale, index.causal, deterministic,
         *walk.ends[:2],
@@ -315,14 +317,14 @@ def window_order(tokens: int, numbers: WindowNumbers, device: torch.device) -> t
     return order, inverse
 
 
-def _run(index, query, key, value, bias, key_bias, attn_mask, seed, scale, walk):
-    return window_attention_forward(index, query, key, value, key_bias, scale, walk=walk)
+def _run(index, walk, numbers, query, key, value, bias, key_bias, *_):
+    return window_attention_forward(index, query, key, value, key_bias, *numbers, walk=walk)
 
 
-def _gradients(index, grad_output, grad_lse, *call, wanted, walk, forced):
-    *saved, _, key_bias, _, _, scale = call
-    numbers = key_bias, scale, torch.are_deterministic_algorithms_enabled()
-    return *window_attention_backward(index, grad_output, *saved, *numbers, walk=walk, forced=forced), None
+def _gradients(index, walk, numbers, wanted, forced, grad_output, grad_lse, *call):
+    *saved, _, key_bias, _, _ = call
+    given = grad_output, *saved, key_bias, *numbers, torch.are_deterministic_algorithms_enabled()
+    return *window_attention_backward(index, *given, walk=walk, forced=forced), None
 
 
 _WindowAttention = attention_function("_WindowAttention", "window_attention", _run, _gradients)

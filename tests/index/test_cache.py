@@ -114,7 +114,9 @@ def test_what_is_made_of_tensors_lasts_until_one_changes_or_goes():
     first = kept.get("key", Index, owners=tensors)
     assert kept.get("key", AssertionError, owners=tensors) is first
     assert kept.get("other", Index, owners=tensors) is not first
+    assert kept.find("key", tensors) is first and kept.find("key", tensors[::-1]) is kept.find("key") is None
     tensors[1].numpy()[0] = 1
+    assert kept.find("key", tensors) is None
     changed = kept.get("key", Index, owners=tensors)
     assert changed is not first and kept.get("key", AssertionError, owners=tensors) is changed
     assert [value for _, value in kept.items()][-1] is changed and len(keys(kept)) == 2
@@ -169,6 +171,15 @@ def test_a_capture_builds_nothing_that_is_refused(captures: mock.Mock):
     assert kept.get("a", Index, REFUSAL, gpu) is found
 
 
+def test_a_capture_is_one_on_a_gpu_and_not_in_a_trace(captures: mock.Mock):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert cache.is_captured(gpu) and not cache.is_captured(cpu)
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        assert not cache.is_captured(gpu)
+    captures.return_value = False
+    assert not cache.is_captured(gpu)
+
+
 def test_all_that_an_index_keeps_counts():
     layout = torch.rand(2, 6, 6, generator=seeded()) < 0.5
     index = BlockIndex.build(layout, 16)
@@ -217,6 +228,16 @@ def test_every_value_counts(kind: str):
 def test_a_tensor_of_nothing_holds_the_same():
     x = torch.empty(0, 2)
     assert Contents(x).are_of(x) and Contents(x).copy is None
+
+
+def test_memory_that_a_tensor_has_left_is_not_looked_at():
+    x = torch.zeros(64)
+    held, first = Contents(x), x.data
+    x.data = torch.ones(64)
+    assert not held.are_of(x)
+    first.fill_(1)
+    x.data.fill_(0)
+    assert held.are_of(x)
 
 
 def test_the_same_bytes_in_another_form_are_something_else():

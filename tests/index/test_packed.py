@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from helpers import EXAMPLES, generator
@@ -11,7 +13,7 @@ from tile_reference import tile_sets
 from torch.nn.functional import pad
 
 from ds_sparse import BlockIndex, PackedIndex, WindowIndex
-from ds_sparse.index import packed
+from ds_sparse.index import cache, packed
 from ds_sparse.index.packed import Documents
 from ds_sparse.index.tiles import SIDES
 from ds_sparse.index.window import index_of_row
@@ -216,9 +218,24 @@ def test_a_graph_has_to_say_how_many_tokens_there_are(monkeypatch: pytest.Monkey
     layout = BlockIndex.build(LAYOUT, 8)
     with pytest.raises(RuntimeError, match=r"cu_seqlens cannot be read under torch\.compile; give tokens"):
         build(CU_SEQLENS)
-    monkeypatch.setattr(packed, "is_in_graph", lambda x: True)
+    monkeypatch.setattr(cache, "is_captured", lambda device: True)
     with pytest.raises(RuntimeError, match="cannot be read while a CUDA graph is captured; give .* tokens"):
         PackedIndex.build(layout, CU_SEQLENS)
+
+
+@pytest.mark.parametrize("longest", [None, 1, 3])
+def test_a_graph_that_counts_no_live_blocks_has_space_for_all(longest: int | None, monkeypatch: pytest.MonkeyPatch):
+    counted, full = (packed.most_live(BlockIndex.build(x, 8), 3, longest) for x in (LAYOUT, torch.ones(3, 3)))
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "is_in_graph", lambda x: True)
+        assert packed.most_live(BlockIndex.build(LAYOUT, 8), 3, longest) == full
+    assert counted == {None: (6, 5), 1: (3, 3), 3: (6, 6)}[longest]
+
+
+def test_a_capture_takes_nothing_from_the_cpu(captures: mock.Mock):
+    with pytest.raises(RuntimeError, match="built while a CUDA graph is captured, .* on the CPU; give cu_seqlens and"):
+        packed.sent_to(CU_SEQLENS, torch.device("cuda"))
+    assert packed.sent_to(CU_SEQLENS, torch.device("cpu")) is CU_SEQLENS
 
 
 def test_more_blocks_than_memory_holds_get_a_sentence(monkeypatch: pytest.MonkeyPatch):

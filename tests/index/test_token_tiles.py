@@ -19,7 +19,7 @@ def random_mask(heads: int, queries: int, keys: int, density: float) -> torch.Te
 
 
 def made(mask: torch.Tensor) -> TokenTiles | None:
-    return TokenIndex.from_mask(mask if len(mask) > 1 else mask[0]).make_tiles()
+    return TokenTiles.of(TokenIndex.from_mask(mask if len(mask) > 1 else mask[0]))
 
 
 def pairs_of(tiles: Tiles, bits: torch.Tensor, heads: int, layout_heads: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -80,12 +80,12 @@ def test_a_long_and_sparse_list_is_turned_down_in_its_own_memory():
     ends = torch.arange(1, tokens + 1)
     index = TokenIndex.from_csr(torch.arange(tokens), ends, tokens, tokens)
     with mock.patch.object(TokenIndex, "blocks", side_effect=AssertionError):
-        assert index.make_tiles() is None
+        assert TokenTiles.of(index) is None
 
 
 def test_what_bits_cannot_say_has_no_tiles():
     dense = torch.ones(64, 64, dtype=torch.bool).nonzero()
-    assert TokenIndex.from_pairs(dense, 64, 64).make_tiles() is not None
-    assert TokenIndex.from_pairs(torch.cat([dense, dense[:1]]), 64, 64).make_tiles() is None
-    assert TokenIndex.from_mask(torch.ones(2, 1, 64, 64, dtype=torch.bool)).make_tiles() is None
-    assert TokenIndex.from_mask(torch.zeros(64, 64, dtype=torch.bool)).make_tiles() is None
+    assert TokenTiles.of(TokenIndex.from_pairs(dense, 64, 64)) is not None
+    assert TokenTiles.of(TokenIndex.from_pairs(torch.cat([dense, dense[:1]]), 64, 64)) is None
+    assert TokenTiles.of(TokenIndex.from_mask(torch.ones(2, 1, 64, 64, dtype=torch.bool))) is None
+    assert TokenTiles.of(TokenIndex.from_mask(torch.zeros(64, 64, dtype=torch.bool))) is None

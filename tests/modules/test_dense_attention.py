@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ds_sparse.index import cache
 from ds_sparse.modules.dense_attention import dense_attention
 from ds_sparse.reference import bias_of_pairs
 
@@ -68,3 +69,10 @@ def test_packed_documents_are_causal_each():
     seen = torch.block_diag(*(torch.ones(n, n) for n in (7, 3))).tril().bool()
     scores = (8**-0.5 * query @ key.mT).masked_fill(~seen, float("-inf"))
     torch.testing.assert_close(output, torch.softmax(scores, -1) @ value)
+
+
+def test_a_capture_of_packed_documents_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(cache, "is_captured", lambda device: True)
+    x = torch.randn(1, 2, 10, 8)
+    with pytest.raises(RuntimeError, match="computes packed documents one by one, .* of which all layers are sparse"):
+        dense_attention(x, x, x, cu_seqlens=torch.tensor([0, 7, 10]))

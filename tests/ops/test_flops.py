@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from ds_sparse import (
 )
 from ds_sparse.index import kernels
 from ds_sparse.index.master_layout import MasterLayout
+from ds_sparse.ops import _flops
 
 OPERATORS = kernels.OPERATORS
 
@@ -144,6 +146,20 @@ def test_few_queries_count_the_blocks_of_their_rows(device: str, layout, offset,
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         block_sparse_attention(q, cache, cache, index, query_offset=at, causal=causal)
     assert counter.get_total_flops() == 4 * 24 * 3 * 16 * blocks
+
+
+def test_queries_outside_of_the_layout_count_nothing(device: str):
+    """Positions on a GPU are not checked, and give NaN there."""
+    q, cache = tensors(device, (3, 4, 3, 24), (3, 2, 48, 24))
+    index, at = BlockIndex.build(LAYOUT, 16).to(device), torch.tensor([-2, 46, 1 << 20], device=device)
+    # The last query of the first sequence, and two of the second, in rows with two live blocks each.
+    blocks = 4 * (1 + 2) * 2
+    given = {"query": q, "key": cache, "bits": index.bits, "block": 16, "offsets": at, "offset": 0, "causal": False}
+    assert _flops.at_positions(SimpleNamespace(**given)) == 4 * 24 * 16 * blocks
+    if device == "cuda":
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            block_sparse_attention(q, cache, cache, index, query_offset=at)
+        assert counter.get_total_flops() == 4 * 24 * 16 * blocks
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (3, 1), (3, 2)], ids=str)

@@ -17,6 +17,7 @@ from ds_sparse import BlockIndex, block_sparse_attention, reference, window_atte
 from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.index.parts import parts_of
 from ds_sparse.ops import query_offset
+from ds_sparse.ops.call import AttentionCall
 
 OPERATORS = ("block_attention_forward", "window_attention_forward", "decode_attention_forward")
 
@@ -191,6 +192,29 @@ def test_a_cuda_graph_decodes_at_positions_that_change(device: str, biased: bool
         at.add_(37)
         graph.replay()
         torch.testing.assert_close(output, step())
+
+
+def test_a_call_with_a_position_on_another_device_is_not_remembered():
+    layout, query = BlockIndex.build(torch.ones(4, 4), 8), zeros(2, 1, 1, 8)
+    call = AttentionCall(query, query, query, 1.0, False)
+    assert query_offset.signature_at(call, 31, layout, None) is not None
+    assert query_offset.signature_at(call, torch.zeros(2, dtype=torch.int64, device="meta"), layout, None) is None
+
+
+@pytest.mark.gpu
+def test_queries_on_the_cpu_wait_for_positions_on_a_gpu(device: str):
+    if device != "cuda":
+        pytest.skip("the CPU waits for nothing")
+    layout = BlockIndex.build(torch.rand(2, 8, 8, generator=seeded()) < 0.6, 16)
+    query, cache = random(seeded(1), 2, 2, 1, 16).float(), random(seeded(2), 2, 2, 128, 16).float()
+    at, late = torch.tensor([5, 90]), torch.zeros(2, dtype=torch.int64, device=device)
+    expected = block_sparse_attention(query, cache, cache, layout, query_offset=at, causal=True)
+    for _ in range(3):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(at)
+        found = block_sparse_attention(query, cache, cache, layout, query_offset=late, causal=True)
+        assert torch.equal(found, expected)
+        late.zero_()
 
 
 def test_many_causal_queries_with_floats_of_keys_and_of_distances(device: str):

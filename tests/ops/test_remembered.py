@@ -111,6 +111,18 @@ def never(*call: Any) -> None:
     raise AssertionError("The call is not remembered.")
 
 
+def test_layouts_and_documents_of_several_kinds_take_turns(monkeypatch: pytest.MonkeyPatch):
+    given = operands("cpu")
+    calls = [
+        *({"layout": torch.ones(blocks, blocks, dtype=torch.bool)} for blocks in (1, 2, 4)),
+        *({"layout": LAYOUT, "cu_seqlens": torch.tensor([0, edge, TOKENS]), "block": BLOCK} for edge in (12, 20)),
+    ]
+    expected = [block_sparse_attention(*given, **call) for call in calls]
+    monkeypatch.setattr(remembered.Remembered, "keep", never)
+    for call, output in zip(calls, expected):
+        assert torch.equal(block_sparse_attention(*given, **call), output)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_call_that_is_like_another_gives_the_same_bits_unchecked(
     device: str, name: str, monkeypatch: pytest.MonkeyPatch
