@@ -28,10 +28,10 @@ inline Tensor empty_strided_on(const Tensor& on, Sizes sizes, const int64_t* str
   return Tensor(made);
 }
 
-// A contiguous one, of up to 4 dimensions, on the device of `on`, and of its dtype or another.
+// A contiguous one, of up to 5 dimensions, on the device of `on`, and of its dtype or another.
 inline Tensor empty_on(const Tensor& on, Sizes sizes, std::optional<ScalarType> type = {}) {
-  std::array<int64_t, 4> strides;
-  check(sizes.size() <= strides.size(), "a result has ", sizes.size(), " dimensions; there are up to 4.");
+  std::array<int64_t, 5> strides;
+  check(sizes.size() <= strides.size(), "a result has ", sizes.size(), " dimensions; there are up to 5.");
   int64_t step = 1;
   for (size_t dim = sizes.size(); dim-- > 0; step *= std::max<int64_t>(1, sizes[dim])) strides[dim] = step;
   return empty_strided_on(on, sizes, strides.data(), type ? *type : on.scalar_type());

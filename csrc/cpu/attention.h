@@ -75,10 +75,22 @@ static inline TokenRange seen_by_all(const AttentionRowStrip& strip) {
   return seen;
 }
 
+// Tells if all of the row strip's pairs with one block are of a block that the query has chosen, in causal order.
+static inline bool are_chosen(const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns) {
+  const ChosenBlocks& chosen = *strip.chosen;
+  int64_t first = strip.transposed ? column : strip.first, end = first + (strip.transposed ? columns : rows),
+          key = strip.transposed ? strip.first : column, last_key = key + (strip.transposed ? rows : columns) - 1;
+  if (strip.causal && chosen.position(first) < last_key) return false;
+  for (int64_t row = first; row < end; row = (row / chosen.rows_of_token + 1) * chosen.rows_of_token)
+    if (!chosen.has(row, key)) return false;
+  return true;
+}
+
 // Tells if all of the row strip's scores with one block are of tokens that there are, and none is masked.
 static inline bool is_unmasked(
     const AttentionRowStrip& strip, const TokenRange& seen, int64_t column, int64_t rows, int64_t columns) {
   if (rows < strip.rows || columns < strip.block || (strip.causal && strip.places)) return false;
+  if (strip.chosen) return are_chosen(strip, column, rows, columns);
   int64_t last_row = strip.first + rows - 1, last_column = column + columns - 1;
   if (strip.causal && (strip.transposed ? column < last_row : last_column > strip.first)) return false;
   return last_column < strip.num_global || (seen.begin <= column && last_column < seen.end);
@@ -95,7 +107,15 @@ static void mask_block(const AttentionRowStrip& strip, int64_t column, int64_t r
   for (int64_t r = 0; r < strip.rows; ++r, scores += block) {
     int64_t token = strip.first + r;
     Int begin = 0, end = Int(r < rows ? columns : 0), low = 0, high = Int(block);
-    if (strip.causal && !strip.places) {
+    if (strip.chosen && r < rows) {
+      const ChosenBlocks& chosen = *strip.chosen;
+      if (strip.transposed)
+        begin = strip.causal ? within((token - chosen.offset) * chosen.rows_of_token) : 0;
+      else if (!chosen.has(token, column))
+        end = 0;
+      else if (strip.causal)
+        end = Int(at_most(end, within(chosen.position(token) + 1)));
+    } else if (strip.causal && !strip.places) {
       if (strip.transposed)
         begin = within(token);
       else
@@ -110,6 +130,9 @@ static void mask_block(const AttentionRowStrip& strip, int64_t column, int64_t r
       Index seen = (at >= begin) & (at < end) & ((at < global) | ((at >= low) & (at < high)));
       store<C, W>(scores + c, seen ? load<C, W>(scores + c) : broadcast<C, W>(-infinity<C>));
     }
+    if (strip.chosen && strip.transposed && r < rows)
+      for (int64_t c = 0; c < columns; ++c)
+        if (!strip.chosen->has(column + c, token)) scores[c] = -infinity<C>;
     if (r < rows && strip.causal && strip.places) {
       const int32_t* places = strip.places + column;
       int32_t place = strip.places[token];

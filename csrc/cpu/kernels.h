@@ -1,4 +1,4 @@
-// Asked by matmul.cpp, softmax.cpp, attention.cpp, window.cpp, token.cpp and decode.cpp of an instruction set: the
+// Asked by matmul.cpp, softmax.cpp, attention.cpp, selected.cpp, window.cpp, token.cpp and decode.cpp: the
 // arithmetic of one piece of work, on one thread.
 //
 // kernels.cpp is compiled once for each instruction set, and kernels<T>() picks at run time. T is what tensors hold;
@@ -71,6 +71,19 @@ struct SoftmaxRows {
   int num_biases;
 };
 
+// Blocks of keys that queries have chosen for themselves: of query row r, word n / 32 of token r / rows_of_token has
+// block n in bit n % 32. Causality goes by positions, the first token's being `offset`.
+struct ChosenBlocks {
+  const uint32_t* words;
+  int64_t words_of_token, rows_of_token, block, offset;
+
+  __attribute__((always_inline)) int64_t position(int64_t row) const { return offset + row / rows_of_token; }
+  __attribute__((always_inline)) bool has(int64_t row, int64_t key) const {
+    const int64_t number = key / block;
+    return words[row / rows_of_token * words_of_token + number / 32] >> number % 32 & 1;
+  }
+};
+
 // A row strip of attention's scores, of one batch and head: some queries of a block row; or transposed,
 // some keys of a block column, and then the rows of its scores are keys and the columns queries.
 struct AttentionRowStrip {
@@ -89,6 +102,7 @@ struct AttentionRowStrip {
   int num_biases;
   const Dropout* dropout;  // null: none
   uint32_t matrix;         // dropout's number of the batch and head
+  const ChosenBlocks* chosen = nullptr;
 };
 
 // Statistics of queries that backward reads, in the order of the row strip's rows or, transposed, of the other side's
