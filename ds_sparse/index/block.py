@@ -354,7 +354,7 @@ class BlockIndex(OnDevice):
         if self._ready.is_recorded:
             what = "What attention walks of a bounded index, made outside, cannot be made"
             self._refuse_to_make("build the index in there, or call once before.", what)
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
 
     @property
     def device(self) -> torch.device:
@@ -516,7 +516,7 @@ class BlockIndex(OnDevice):
         Returns:
             bool (L, R, C), on the index's device.
         """
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
         return unpack_bits(self.bits, self.columns)
 
     @outside_transforms
@@ -524,7 +524,7 @@ class BlockIndex(OnDevice):
         """With its lists and its causal part if they have been made; on a GPU it is built from the bits, as there the
         tiles depend on the device."""
         refuse_without_values("The index", self.bits)
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
         bits = self.bits.to(device)
         if self.bounded:
             lost = None if self._lost is None else self._lost.to(device)
@@ -576,7 +576,7 @@ class BlockIndex(OnDevice):
         return heads if whole and (self.num_heads in (1, heads)) else None
 
     def __getstate__(self) -> dict[str, object]:
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
         return vars(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
