@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 from unittest import mock
 
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_sparse.bench.machine import captured  # noqa: F401  # operations' tests take it from here
 from ds_sparse.dispatch import choice
 from ds_sparse.layout import as_bool_layout
 from ds_sparse.verify.torch_settings import deterministic_algorithms, poisoned_memory  # noqa: F401  # operations' tests take them from here
@@ -34,9 +34,6 @@ NEEDS_COMPILER = pytest.mark.skipif(
 )
 
 
-T = TypeVar("T")
-
-
 @contextmanager
 def nothing_waits() -> Iterator[None]:
     """Has what waits for the GPU raise."""
@@ -45,19 +42,6 @@ def nothing_waits() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A CUDA graph of a step, and the step's result, which each replay writes anew; after a step without it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-    return graph, result
 
 
 def without_launcher() -> dict[str, str]:

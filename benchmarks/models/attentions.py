@@ -33,6 +33,12 @@ EAGER, DENSE_IN_BERT = "eager", "sdpa"
 FLEX_IN_BERT = {f"flex-{name}": name for name in IN_BERT}
 """FlexAttention on the layout of a structure."""
 
+GRAPH_IN_BERT = {f"graph-{name}": name for name in IN_BERT}
+"""Structures in a step that a CUDA graph repeats."""
+
+OF_STRUCTURES = FLEX_IN_BERT | GRAPH_IN_BERT
+"""Structures of all that begin with another word."""
+
 LONGFORMER_MODEL, BIGBIRD_MODEL = "transformers-longformer", "transformers-bigbird"
 """Models of Transformers whose attention is their own."""
 
@@ -41,6 +47,9 @@ BERT_ATTENTIONS: tuple[str, ...] = (
     *IN_BERT,
 )
 """Attentions that a step of BERT is measured with, besides `MODES_IN_BERT`."""
+
+PACKED_ATTENTIONS = (*IN_BERT, *GRAPH_IN_BERT)
+"""Attentions of a step of BERT on packed documents: structures eager, and in a CUDA graph."""
 
 OURS, OURS_PADDED = "ds_sparse", "ds_sparse-padded"
 

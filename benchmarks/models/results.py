@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from benchmarks.models.attentions import DENSE_IN_BERT, EAGER, FLEX_IN_BERT, FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
+from benchmarks.models.attentions import DENSE_IN_BERT, EAGER, FLOOR, NO_ATTENTION, OF_STRUCTURES, STRUCTURES_IN_BERT
 from benchmarks.running import NOT_TRIED, in_columns
 from ds_sparse.bench.documents import corpus_lengths
 from ds_sparse.bench.machine import in_three_digits
@@ -17,6 +17,9 @@ BERT, MODERNBERT, SEQUENCE_STEP = "bert", "modernbert", "sequence"
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """In a step; one sequence where that is longer."""
+
+PACKED_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""In a step of BERT on packed documents."""
 
 BASE, LARGE = "base", "large"
 
@@ -64,6 +67,7 @@ class Case:
         tiles: parts of a rank's tokens in which MLPs and the loss are computed, one after the other.
         micro_batches: forward and backward passes of a step, whose gradients are added up.
         tokens: of a pass, which has one sequence where these are fewer than a sequence's, else as many as fit.
+        packed: rows of documents, with other borders in each step; weights are fp32, `dtype` is that of autocast.
     """
 
     seq_len: int
@@ -81,11 +85,12 @@ class Case:
     tiles: int = 1
     micro_batches: int = 1
     tokens: int = 0
+    packed: bool = False
 
     @property
     def batch(self) -> int:
         """Sequences of a step; of a pass, on one rank or on those that share them, where the case says its tokens."""
-        of_step = self.tokens if self.structure else TOKENS[self.device]
+        of_step = self.tokens if self.structure or self.packed else TOKENS[self.device]
         return 1 if self.is_try else max(1, of_step // self.seq_len)
 
     @property
@@ -100,6 +105,8 @@ class Case:
             "BERT-large": self.model == LARGE,
             self.structure: self.structure,
             self.dtype: True,
+            "autocast": self.packed and self.dtype != "fp32",
+            "packed documents": self.packed,
             f"dropout {self.dropout:g}": self.dropout,
             "logits of labelled tokens alone": not self.predicts_all,
             "AdamW": self.whole_step,
@@ -297,10 +304,10 @@ def beside(steps: Sequence[Result], place: Callable[[Case], str], notes: list[st
     """A line a length and structure: the share of it that the floor takes, and what each peer takes."""
     seen = dict.fromkeys(row.attention for _, rows in steps for row in rows if not row.reason)
     floors = {name: f"of {word}" for name, word in FLOORS.items() if name in seen}
-    peers = list(dict.fromkeys("flex" if name in FLEX_IN_BERT else name for name in seen))
+    peers = list(dict.fromkeys(name.split("-")[0] if name in OF_STRUCTURES else name for name in seen))
     peers = [peer for peer in peers if peer not in (*FLOORS, *STRUCTURES_IN_BERT)]
     found = [
-        (case, row, {p: over(rows, f"flex-{row.attention}" if p == "flex" else p, row) for p in (*floors, *peers)})
+        (case, row, {p: over(rows, named(p, row.attention), row) for p in (*floors, *peers)})
         for case, rows in steps
         for row in rows
         if not row.reason and row.attention in STRUCTURES_IN_BERT
@@ -317,6 +324,11 @@ def beside(steps: Sequence[Result], place: Callable[[Case], str], notes: list[st
     takes_longer = [f"`{peer}` takes {text} times as long." for peer, text in spans.items() if text]
     heading = ["tokens", "structure", "ms", *floors.values(), *(f"`{peer}` takes" for peer in peers)]
     return Table(heading, lines, notes=[*notes, *takes_longer])
+
+
+def named(peer: str, structure: str) -> str:
+    """The attention of a peer, which each structure may have one of."""
+    return name if (name := f"{peer}-{structure}") in OF_STRUCTURES else peer
 
 
 FLOORS = {NO_ATTENTION: "no attention", FLOOR: "the floor"}

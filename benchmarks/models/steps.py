@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from benchmarks.models.attentions import EAGER, FLEX_IN_BERT, FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
+from benchmarks.models.attentions import EAGER, FLOOR, GRAPH_IN_BERT, NO_ATTENTION, OF_STRUCTURES, STRUCTURES_IN_BERT
 from benchmarks.models.processes import Failure, result_of
 from benchmarks.models.results import TOO_LONG, Case, Result, Row, ran_out_of_memory
 from benchmarks.models.search import Bracket, tries
@@ -83,7 +83,7 @@ def results(
     given_up: dict[str, dict[str, str]] = {}
     for case in cases:
         if case.dtype not in given_up:
-            given_up[case.dtype] = wrong_ones(family, names, case.dtype, device)
+            given_up[case.dtype] = wrong_ones(family, names, case, device)
         reasons = given_up[case.dtype]
         rows = run_case(family, case, names, reasons | without_layout(names, case.seq_len), device, repeats, seconds)
         yield case, rows
@@ -95,12 +95,15 @@ def results(
                 reasons[row.attention] = f"{NOT_TRIED}{took}"
 
 
-def wrong_ones(family: Any, names: Sequence[str], dtype: str, device: torch.device) -> dict[str, str]:
+def wrong_ones(family: Any, names: Sequence[str], case: Case, device: torch.device) -> dict[str, str]:
     """Verifies attentions; why those that are wrong, or fail, are."""
     reasons = {}
     for name in filter(family.is_verified, names):
         try:
-            verify(family, name, dtype, device)
+            if name in GRAPH_IN_BERT:
+                family.require_same_losses(name, case, device)
+            else:
+                verify(family, name, case, device)
         except Exception as error:  # noqa: BLE001 - whatever stops one is a line of the table
             reasons[name] = in_short(error)
     return reasons
@@ -110,7 +113,7 @@ def without_layout(names: Sequence[str], seq_len: int) -> dict[str, str]:
     """Reasons by name for attentions that have no layout of a length."""
     reasons = {}
     for name in names:
-        structure = FLEX_IN_BERT.get(name, name)
+        structure = OF_STRUCTURES.get(name, name)
         if structure in STRUCTURES_IN_BERT:
             try:
                 require_layout(structure, seq_len)
@@ -130,16 +133,19 @@ def require_layout(name: str, seq_len: int) -> None:
 
 @dataclass
 class Measured:
-    """A step and its row so far."""
+    """A step and its row so far. on_clock: with what Python takes to issue it, which on a GPU may be longer."""
 
     step: Callable[[], object]
     row: Row
+    on_clock: bool = False
 
     def time(self, device: torch.device) -> float:
         """Milliseconds of one step; of one that fails, the reason is noted, and it is not called again."""
         if self.row.reason:
             return float("nan")
         try:
+            if self.on_clock:
+                return wall_ms(lambda: [self.step() for _ in range(CALLS_ON_CUDA)], device) / CALLS_ON_CUDA
             calls = max(1, min(CALLS_ON_CUDA, round(ROUND_MS / self.row.milliseconds)))
             return timed(self.step, device, calls)
         except Exception as error:  # noqa: BLE001 - whatever stops one is a line of the table
@@ -171,6 +177,7 @@ def run_case(
             continue
         try:
             measured = tried(partial(make_step, family, name, case, device), name, device)
+            measured.on_clock = case.packed
             rows[name] = measured.row
             if measured.row.milliseconds <= seconds * 1e3:
                 runs[name] = measured
@@ -228,8 +235,10 @@ def single_step(family: str, name: str, case: Case, device: torch.device) -> Row
     return Row(name, milliseconds=milliseconds, peak_gib=peak, rounds=1)
 
 
-def make_step(family: Any, name: str, case: Case, device: torch.device) -> Callable[[], None]:
+def make_step(family: Any, name: str, case: Case, device: torch.device) -> Callable[[], object]:
     """A step of the model with an attention: forward and backward, or whole, with AdamW and a batch from the CPU."""
+    if case.packed:
+        return family.make_step(name, case, device)
     model = model_with(family, name, case, device)
     on_cuda = device.type == "cuda"
     copies = family.COPIES and case.whole_step
@@ -304,14 +313,14 @@ def head_of(model: Any) -> Callable[[Tensor], Tensor]:
     return model.lm_head if hasattr(model, "lm_head") else model.cls
 
 
-def verify(family: Any, name: str, dtype: str, device: torch.device) -> None:
+def verify(family: Any, name: str, case: Case, device: torch.device) -> None:
     """Holds what reaches the first layer's queries, the gradient of their weight, to a dense model with what each token
     sees as its mask; that gradient goes through attention alone.
 
     Raises:
         ArithmeticError: an error larger than `require_as_accurate` allows.
     """
-    case = Case(VERIFIED_TOKENS, dtype, device.type)
+    case = Case(VERIFIED_TOKENS, case.dtype, device.type, tokens=case.tokens, packed=case.packed)
     make = partial(family.make_model, case, device, num_hidden_layers=family.VERIFIED_LAYERS)
     model = make()
     with_mask(model, family.masks_of(name, case, model.config, device))

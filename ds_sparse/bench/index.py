@@ -25,7 +25,7 @@ from . import flex
 from .cases import BIGBIRD, WINDOW, in_k
 from .command import add_cases, add_peers, cases_of
 from .documents import LONGEST, corpus_lengths, cu_seqlens_of
-from .machine import DTYPES, in_three_digits, timed, wall_ms
+from .machine import DTYPES, NO_GRAPH, captured, in_three_digits, timed, wall_ms
 from .markdown import Table, also, numbers, pair, ratio
 from .reasons import in_short
 from .references import Piece, attention_by_pieces, random_tensors
@@ -133,14 +133,7 @@ class Repeated:
 
     @cached_property
     def graph(self) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.call()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.kept = self.call()
+        graph, self.kept = captured(self.call)
         return graph
 
 
@@ -302,7 +295,7 @@ def holds(tiles: Tiles, live: Tensor, block: int) -> bool:
 
 
 def no_graph(problem: Problem) -> str:
-    return "" if problem.device.type == "cuda" else "CUDA graphs are a GPU's"
+    return "" if problem.device.type == "cuda" else NO_GRAPH
 
 
 def makes(make: Callable[[Problem], Any], missing: str = "") -> Build:

@@ -23,6 +23,7 @@ except ImportError:
 
 
 Key = TypeVar("Key", bound=Hashable)
+Kind = TypeVar("Kind")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,6 +31,8 @@ GIB = 2**30
 
 FORWARD, BACKWARD, TRAIN = "forward", "backward", "forward+backward"
 DIRECTIONS = (FORWARD, BACKWARD, TRAIN)
+
+NO_GRAPH = "CUDA graphs are a GPU's"
 
 CALLS_ON_CUDA = 8
 """Calls between two events."""
@@ -89,6 +92,20 @@ def time_of(
         return timed(lambda: torch.autograd.grad(call(*leaves), leaves, grad), device)
     output = call(*leaves)
     return timed(lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True), device)
+
+
+def captured(call: Callable[[], Kind], before: int = 1) -> tuple[torch.cuda.CUDAGraph, Kind]:
+    """A CUDA graph of a call, and the result, which each replay writes anew; after so many calls without it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(before):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
 
 
 def in_turns(

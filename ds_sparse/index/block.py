@@ -260,15 +260,15 @@ class BlockIndex(OnDevice):
     @classmethod
     def _bounded(
         cls, bits: Tensor, columns: int, block: int, num_heads: int, num_sequences: int, capacity: int,
-        reaches_ahead: bool | None = None, lost: Tensor | None = None,
+        is_causal: bool = False, lost: Tensor | None = None,
     ) -> BlockIndex:  # fmt: skip
-        """The bounded index of a layout's bits, whose tiles are made when they are first asked for. lost: as of
-        `TilePlan.fill`, where documents that nobody has read are what the bits were made of."""
+        """The bounded index of a layout's bits, whose tiles are made when they are first asked for. is_causal: none is
+        above the diagonal. lost: as of `TilePlan.fill`, where the bits are those of documents that nobody has read."""
         heads, rows, _ = bits.shape
         return cls(
             block=block, num_heads=num_heads, layout_heads=heads, rows=rows, columns=columns, _live_blocks=None,
-            _reaches_ahead=reaches_ahead, bits=bits, _made={}, num_sequences=num_sequences, capacity=capacity,
-            _lost=lost,
+            _reaches_ahead=False if is_causal else None, bits=bits, _made={}, num_sequences=num_sequences,
+            capacity=capacity, _lost=lost,
         )  # fmt: skip
 
     @classmethod
@@ -354,7 +354,7 @@ class BlockIndex(OnDevice):
         if self._ready.is_recorded:
             what = "What attention walks of a bounded index, made outside, cannot be made"
             self._refuse_to_make("build the index in there, or call once before.", what)
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
 
     @property
     def device(self) -> torch.device:
@@ -494,7 +494,7 @@ class BlockIndex(OnDevice):
             self._begin_to_make()
             self._made["causal"] = self._bounded(
                 causal_bits_of(self.bits), self.columns, self.block, self.num_heads, self.num_sequences, self.capacity,
-                False, self._lost,
+                True, self._lost,
             )  # fmt: skip
         what = "The blocks above the diagonal cannot be left out of an index"
         causal = self._once("causal", self._make_causal, "pass index.causal().", what)
@@ -516,7 +516,7 @@ class BlockIndex(OnDevice):
         Returns:
             bool (L, R, C), on the index's device.
         """
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
         return unpack_bits(self.bits, self.columns)
 
     @outside_transforms
@@ -524,7 +524,7 @@ class BlockIndex(OnDevice):
         """With its lists and its causal part if they have been made; on a GPU it is built from the bits, as there the
         tiles depend on the device."""
         refuse_without_values("The index", self.bits)
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
         bits = self.bits.to(device)
         if self.bounded:
             lost = None if self._lost is None else self._lost.to(device)
@@ -576,7 +576,7 @@ class BlockIndex(OnDevice):
         return heads if whole and (self.num_heads in (1, heads)) else None
 
     def __getstate__(self) -> dict[str, object]:
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
         return vars(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ class Holder(Protocol):
 Kept = TypeVar("Kept", bound="Holder | tuple[Holder, ...]")
 
 captured: set[Holder | tuple[Holder, ...]] = set()
-"""Values that are kept for good: graphs read their memory whenever they are replayed."""
+"""Values and indices that are kept for good: graphs read their memory whenever they are replayed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +97,11 @@ def refuse_captured(device: torch.device, sentence: str) -> None:
 def is_capturing() -> bool:
     """Tells if the current stream is captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def keep_for_good(value: Holder | tuple[Holder, ...]) -> None:
+    """Keeps what a CUDA graph that is being captured reads."""
+    captured.add(value)
 
 
 def is_captured(device: torch.device) -> bool:
@@ -181,7 +186,7 @@ class Cache(Generic[Kept]):
                 return None
             self._entries.move_to_end(key)
             if is_capturing():
-                captured.add(entry.value)
+                keep_for_good(entry.value)
             return entry.value
 
     def __len__(self) -> int:

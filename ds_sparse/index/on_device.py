@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import is_dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from .cache import Refusal, is_capturing
+from .cache import Refusal, is_capturing, keep_for_good
 from .transforms import outside_transforms
 
 
@@ -19,8 +19,9 @@ class ReadyEvent:
     The host does not wait for that work, and streams do not wait for each other. So each stream waits for the event
     once, when it first uses the index; from then on the memory is kept from others until that stream is done, even if
     the index is dropped before. In the capture of a CUDA graph a stream cannot wait for what is not captured, and need
-    not: `torch.cuda.graph` synchronises before it captures. What torch.compile makes of a function reads the tensors
-    without asking the index: synchronise between building it on one stream and running that on another.
+    not: `torch.cuda.graph` synchronises before it captures; the index is kept for good, as each replay reads it. What
+    torch.compile makes of a function reads the tensors without asking the index: synchronise between building it on one
+    stream and running that on another.
 
     Does nothing on other devices. A copy, also by pickle, stands for the work of copying.
     """
@@ -42,19 +43,22 @@ class ReadyEvent:
         """Whether the index was made on a GPU, and in no trace and no capture."""
         return self._event is not None
 
-    def wait(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Puts what the current stream does next behind the event; `tensors` gives all that has been made."""
-        # The stream's number is had in a tenth of the time of a stream.
+    def wait(self, index: OnDevice) -> None:
+        """Puts what the current stream does next with the index, all that has been made of it, behind the event."""
         if self._event is None or torch.compiler.is_compiling():
             return
+        # A stream that is captured may be one that has waited.
+        if torch.cuda.is_current_stream_capturing():
+            keep_for_good(index)
+            return
+        # The stream's number is had in a tenth of the time of a stream.
         if torch._C._cuda_getCurrentRawStream(self.device.index) in self._behind:
             return
         stream = torch.cuda.current_stream(self.device)
-        if not torch.cuda.is_current_stream_capturing():
-            stream.wait_event(self._event)
-            for x in tensors():
-                x.record_stream(stream)
-            self._behind.add(stream.cuda_stream)
+        stream.wait_event(self._event)
+        for x in index._tensors():
+            x.record_stream(stream)
+        self._behind.add(stream.cuda_stream)
 
     def __reduce__(self):
         return ReadyEvent, (self.device,)
@@ -77,7 +81,7 @@ class OnDevice:
 
     def ready(self) -> Self:
         """The index itself, for what the current stream does next (see `ReadyEvent`)."""
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
         return self
 
     def to(self, device: torch.device | str) -> Self:
@@ -106,10 +110,10 @@ class OnDevice:
         if name not in self._made:
             if instead is not None:
                 self._refuse_to_make(instead, what)
-            self._ready.wait(self._tensors)
+            self._ready.wait(self)
             self._made[name] = make()
             self._ready.record()
-        self._ready.wait(self._tensors)
+        self._ready.wait(self)
         return self._made[name]
 
     def _refuse_to_make(self, instead: str, what: str | None = None) -> None:

@@ -122,10 +122,8 @@ class Documents:
 
     def of_tokens(self, device: torch.device | str) -> Tensor:
         """Begin and end of each token's document, int64 (T, 2)."""
-        edges = sent_to(torch.tensor(self.edges), torch.device(device))
-        lengths = edges.diff()
-        both = torch.stack([edges[:-1], edges[1:]], 1)
-        return both.repeat_interleave(lengths, 0, output_size=self.tokens)
+        edges = sent_to(torch.tensor(self.edges, dtype=torch.int32), torch.device(device))
+        return ops.index_limits(edges, edges[-1:], self.tokens)[0].long()
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,18 +164,11 @@ class Borders:
         documents = min(len(self.edges) - 1, self.tokens)  # others have no tokens
         return (self.tokens + documents * (block - 1)) // block
 
-    def own_blocks(self, block: int, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Blocks of documents that have up to `most` blocks: their first tokens and numbers of tokens, int32 (N, 2);
-        the first block, and the one after the last, of their documents, int32 (N, 2); and what `TilePlan.fill` takes
-        as lost."""
-        return self._in_blocks(self.blocks(block), block, True, most)
-
-    def row_blocks(self, block: int, window: int) -> tuple[Tensor, Tensor | None]:
-        """Of the row's blocks the first block, and the one after the last, of which they see some, tokens of a document
-        as far as `window`, int32 (R, 2); and what `TilePlan.fill` takes as lost."""
-        return self._in_blocks(-(-self.tokens // block), block, False, window)[1:]
-
-    def _in_blocks(self, blocks: int, block: int, own: bool, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def in_blocks(self, block: int, most: int, own: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Blocks of the row, whose tokens see a document as far as `most`, or (`own`) of documents that have up to
+        `most` blocks: their first tokens and numbers of tokens, int32 (N, 2); the first block, and the one after the
+        last, of which they see some, int32 (N, 2); and what `TilePlan.fill` takes as lost."""
+        blocks = self.blocks(block) if own else -(-self.tokens // block)
         (spans, ranges), lost = ops.index_documents(self.edges, self.tokens, blocks, block, own, most)
         return spans, ranges, None if self.known else lost
 
@@ -266,14 +257,9 @@ class PackedIndex(OnDevice):
     @classmethod
     @outside_transforms_or_traced
     def build(
-        cls,
-        layout: Tensor | BlockIndex,
-        cu_seqlens: Tensor,
-        block: int | None = None,
-        *,
-        tokens: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> PackedIndex:
+        cls, layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None = None, *,
+        tokens: int | None = None, device: torch.device | str | None = None,
+    ) -> PackedIndex:  # fmt: skip
         """Builds the index of a batch.
 
         Waits for `cu_seqlens`, where it is on a GPU and `tokens` is not given; and once for each layout, to count its
@@ -323,18 +309,9 @@ class PackedIndex(OnDevice):
                 f"The layout has {'up to ' * (borders.known is None)}{capacity[0]} live blocks for such documents; the "
                 "index holds fewer than 2**31. Use a larger block."
             )
-        spans, ranges, lost = borders.own_blocks(block, of_one.rows)
-        return cls(
-            tokens=borders.tokens,
-            documents=len(cu_seqlens) - 1,
-            block=block,
-            num_heads=of_one.num_heads,
-            capacity=capacity,
-            layout_bits=sent_to(of_one.bits, on),
-            ranges=ranges,
-            spans=spans,
-            lost=lost,
-        )
+        spans, ranges, lost = borders.in_blocks(block, of_one.rows, own=True)
+        bits = sent_to(of_one.bits, on)
+        return cls(borders.tokens, len(cu_seqlens) - 1, block, of_one.num_heads, capacity, bits, ranges, spans, lost)
 
     def __repr__(self) -> str:
         share = self.capacity[0] / (len(self.layout_bits) * len(self.spans) ** 2)
@@ -464,12 +441,10 @@ class PackedIndex(OnDevice):
 
     @outside_transforms_or_traced
     def _make_blocks(self, cut: bool) -> BlockIndex:
-        size = len(self.spans), self.block, self.num_heads
+        bits, size = self._bits(cut), (len(self.spans), self.block, self.num_heads)
         if self.lost is None:
-            return BlockIndex._of_bits(self._bits(cut), *size)
-        return BlockIndex._bounded(
-            self._bits(cut), *size, 1, self.capacity[int(cut)], False if cut else None, self.lost
-        )
+            return BlockIndex._of_bits(bits, *size)
+        return BlockIndex._bounded(bits, *size, 1, self.capacity[int(cut)], cut, self.lost)
 
     @outside_transforms_or_traced
     def _make_tiles(self, tile: int, cut: bool) -> dict[str, Tiles]:

@@ -174,10 +174,11 @@ class Parts:
             row, rows = position // self.block, end - first
             starts = table.starts[None, first:end, :, : max(table.lengths[first:end])]
             if tokens == len(self.layout) == 1:
-                column, place = self._end(offset, keys, causal)
-                before, is_own = self._seen_before(first, column)
+                # Block column of the last token that the query may see, and the token's place in it.
+                column, place = divmod(min(offset, keys - 1) if causal else keys - 1, self.block)
+                live = self.layout[0, first]
                 # Where it sees nothing all of the row stays listed, unseen: a softmax is of one number at least.
-                listed = before + (place + 1 if is_own else 0) or None
+                listed = int(live[:column].sum()) * self.block + (place + 1 if live[column] else 0) or None
         token = table.tokens(starts.transpose(1, 2))  # (P, L, K, M)
         last = position.clamp(max=keys - 1) if causal else torch.full_like(position, keys - 1)
         seen = token.unsqueeze(2) <= last[:, None, :, None, None]
@@ -186,15 +187,6 @@ class Parts:
             seen = seen & of_row[:, None, :, :, None]
         token, seen = token.flatten(2)[..., :listed], seen.flatten(3)[..., :listed]
         return KeysSeen(token.clamp(max=keys - 1).long(), seen, position, listed is not None)
-
-    def _end(self, offset: int, keys: int, causal: bool) -> tuple[int, int]:
-        """Block column of the last token that a query may see, and the token's place in it."""
-        return divmod(min(offset, keys - 1) if causal else keys - 1, self.block)
-
-    def _seen_before(self, row: int, column: int) -> tuple[int, bool]:
-        """Tokens that a block row of the first head sees before a block column, and whether it sees that."""
-        live = self.layout[0, row]
-        return int(live[:column].sum()) * self.block, bool(live[column])
 
     def _table(self, causal: bool, device: torch.device) -> RowTable:
         """The lists of all rows, of causal queries without the blocks above the diagonal; made at first use."""

@@ -289,11 +289,9 @@ class TokenIndex(OnDevice):
     @property
     def tiles(self) -> TokenTiles | None:
         """The pairs as bits in tiles, where a Hopper GPU's kernels are faster with these. Made at the first call."""
-
-        def make() -> TokenTiles | None:
-            return TokenTiles.of(self) if tile_heights("sparse_attn", self.device, BLOCK) else None
-
-        return self._once("tiles", make, _PREPARED)
+        return self._once(
+            "tiles", lambda: TokenTiles.of(self) if tile_heights("sparse_attn", self.device, BLOCK) else None, _PREPARED
+        )
 
     @property
     def repeated(self) -> tuple[int, int] | None:
@@ -319,7 +317,8 @@ class TokenIndex(OnDevice):
         mask = torch.zeros(self.num_lists * self.queries, self.keys, dtype=torch.bool, device=self.device)
         rows, _ = self.places
         mask[rows, self.columns.long()] = True
-        return mask.view(*self._lead, self.queries, self.keys)
+        lead = (self.batch, self.heads) if self.batch > 1 else (self.heads,) if self.heads > 1 else ()
+        return mask.view(*lead, self.queries, self.keys)
 
     def pairs(self) -> Nested:
         """The pairs (i, j), in row order.
@@ -434,10 +433,6 @@ class TokenIndex(OnDevice):
             return flat.reshape(*lead, self.num_pairs)
         shared = lead[:-1] if self.batch == 1 else lead[-1:] if self.heads == 1 else ()
         return self._nested([x.reshape(*shared, x.shape[-1]) for x in self._split(flat, 1)])
-
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return (self.batch, self.heads) if self.batch > 1 else (self.heads,) if self.heads > 1 else ()
 
     def _split(self, x: Tensor, dim: int = 0) -> list[Tensor]:
         return list(x.split(self._counts, dim))

@@ -7,7 +7,9 @@ A pair (i, j) says that query token i sees key token j. The forms are a bool mas
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -58,8 +60,15 @@ def pairs_of_pairs(pairs: Tensor | Sequence, queries: int, keys: int) -> TokenPa
         lists = [one[:end] for one, end in zip(lists, pad(last, (1, 0)).amax(1).tolist(), strict=True)]
     counts = [len(one) for one in lists]
     row, column = torch.cat(lists).long().unbind(1)
-    if bool(((row < 0) | (row >= queries) | (column < 0) | (column >= keys)).any()):
-        _refuse_pairs(lists, queries, keys)
+    wrong = _first((row < 0) | (row >= queries) | (column < 0) | (column >= keys), counts)
+    if wrong is not None:
+        p, n = wrong
+        pair = i, _ = tuple(lists[p][n].tolist())
+        side, tokens = ("key", keys) if 0 <= i < queries else ("query", queries)
+        raise ValueError(
+            f"indices{_in_list(p, lists)}[{n}] is {pair}; {side} tokens are 0 to {tokens - 1}."
+            + (" Rows of -1 fill up what is stacked, (heads, N, 2), and come last." if pair == (-1, -1) else "")
+        )
     first_rows = of_lists([p * queries for p in range(len(lists))], counts, row.device)
     return first_rows + row, column, counts, batch, heads, queries, keys
 
@@ -90,8 +99,13 @@ def pairs_of_csr(values: Tensor | Sequence, offsets: Tensor | Sequence, queries:
     per_row = torch.cat([x.diff(prepend=x.new_zeros(1)) for x in ends]).to(column.device)
     lines = torch.arange(len(lists) * queries, device=column.device)
     row = lines.repeat_interleave(per_row, output_size=len(column))
-    if bool(((column < 0) | (column >= keys)).any()):
-        _refuse_values(lists, ends, keys)
+    wrong = _first((column < 0) | (column >= keys), counts)
+    if wrong is not None:
+        p, n = wrong
+        raise ValueError(
+            f"values{_in_list(p, lists)}[{n}], in row {int((ends[p] <= n).sum())}, is {int(lists[p][n])}; key tokens "
+            f"are 0 to {keys - 1}."
+        )
     return row, column, counts, batch, heads, queries, keys
 
 
@@ -192,31 +206,13 @@ def of_lists(numbers: Sequence[int], counts: Sequence[int], device: torch.device
     return number.repeat_interleave(count, output_size=total)
 
 
-def _refuse_pairs(lists: list[Tensor], queries: int, keys: int) -> None:
-    """Raises ValueError, which names the first token that does not exist."""
-    for p, one in enumerate(lists):
-        wrong = (one < 0) | (one >= torch.tensor([queries, keys], device=one.device))
-        if bool(wrong.any()):
-            n, side = wrong.nonzero()[0].tolist()
-            pair = tuple(one[n].tolist())
-            raise ValueError(
-                f"indices{_in_list(p, lists)}[{n}] is {pair}; "
-                f"{('query', 'key')[side]} tokens are 0 to {(queries, keys)[side] - 1}."
-                + (" Rows of -1 fill up what is stacked, (heads, N, 2), and come last." if pair == (-1, -1) else "")
-            )
-
-
-def _refuse_values(lists: list[Tensor], ends: list[Tensor], keys: int) -> None:
-    """Raises ValueError, which names the first key that does not exist."""
-    for p, (one, of_rows) in enumerate(zip(lists, ends, strict=True)):
-        used = one[: int(of_rows[-1]) if len(of_rows) else 0]
-        wrong = ((used < 0) | (used >= keys)).nonzero()
-        if len(wrong):
-            n = int(wrong[0])
-            raise ValueError(
-                f"values{_in_list(p, lists)}[{n}], in row {int((of_rows <= n).sum())}, is {int(used[n])}; key tokens "
-                f"are 0 to {keys - 1}."
-            )
+def _first(wrong: Tensor, counts: Sequence[int]) -> tuple[int, int] | None:
+    """The list of the first entry that is wrong, and its place in there; None where all are right."""
+    if not bool(wrong.any()):
+        return None
+    n = int(wrong.nonzero()[0])
+    p = bisect_right(ends := list(accumulate(counts)), n)
+    return p, n - ends[p] + counts[p]
 
 
 def _row_ends(offsets: Tensor, queries: int, where: str) -> Tensor:

@@ -70,17 +70,10 @@ class WindowIndex(OnDevice):
     @classmethod
     @outside_transforms_or_traced
     def build(
-        cls,
-        tokens: int,
-        window_size: Numbers,
-        causal: bool = False,
-        global_tokens: Sequence[int] | Tensor | None = None,
-        dilation: Numbers = 1,
-        *,
-        block: int | None = None,
-        device: torch.device | str = "cpu",
-        cu_seqlens: Tensor | None = None,
-    ) -> WindowIndex:
+        cls, tokens: int, window_size: Numbers, causal: bool = False,
+        global_tokens: Sequence[int] | Tensor | None = None, dilation: Numbers = 1, *, block: int | None = None,
+        device: torch.device | str = "cpu", cu_seqlens: Tensor | None = None,
+    ) -> WindowIndex:  # fmt: skip
         """Builds the index for sequences of so many tokens.
 
         Waits for the device, but not with `cu_seqlens` and without dilation: then it may be built in each step, in the
@@ -137,22 +130,18 @@ class WindowIndex(OnDevice):
         if not global_tokens and max(dilations) == 1:
             edges = torch.tensor([0, tokens], device="cpu") if cu_seqlens is None else cu_seqlens
             borders = Borders.of(edges, tokens, torch.device(device))
-            ranges = [borders.row_blocks(block, window) for window in windows]
-            bits = torch.cat([ops.index_bits_of_documents(None, x, False, causal) for x, _ in ranges])
+            ranges = [borders.in_blocks(block, window) for window in windows]
+            bits = torch.cat([ops.index_bits_of_documents(None, x, False, causal) for _, x, _ in ranges])
             rows, heads = bits.shape[1], len(bits)
             if cu_seqlens is None:
                 blocks = BlockIndex._of_bits(bits, rows, block, heads)
             else:
-                sides, ahead = (1, False) if causal else (2, None)
+                sides = 1 if causal else 2
                 capacity = rows * sum(min(rows, sides * -(-window // block) + 1) for window in windows)
-                blocks = BlockIndex._bounded(bits, rows, block, heads, 1, capacity, ahead, ranges[0][1])
+                blocks = BlockIndex._bounded(bits, rows, block, heads, 1, capacity, causal, ranges[0][-1])
                 blocks = blocks if is_in_graph(bits) else blocks.with_tiles()
             return cls(tokens, causal, num_heads, blocks, borders.limits(windows))
-        if cu_seqlens is None:
-            documents = Documents((0, tokens))
-        else:
-            documents = Documents.read(cu_seqlens).check_fills(tokens)
-        limits_of_tokens = documents.of_tokens(device)
+        documents = Documents((0, tokens)) if cu_seqlens is None else Documents.read(cu_seqlens).check_fills(tokens)
         layout_heads = max(len(windows), len(dilations))
         window, dilation = (
             torch.tensor(numbers, device=device).expand(layout_heads)[:, None] for numbers in (windows, dilations)
@@ -166,24 +155,17 @@ class WindowIndex(OnDevice):
         start = place % dilation * tokens
         numbers, order = torch.where(is_global, place - tokens, start + place).sort(1)
         start, reach = start.gather(1, order), window * dilation
-        earliest, after = limits_of_tokens[order].unbind(-1)
+        earliest, after = documents.of_tokens(device)[order].unbind(-1)
         first = torch.searchsorted(numbers, start + (order - reach).maximum(earliest))
         end = torch.searchsorted(numbers, start + (order + reach).minimum(after - 1), right=True)
         limits = torch.stack([first, end], 2)
         limits[:, : len(global_tokens)] = torch.tensor([0, tokens], device=device)
 
-        in_order = bool((order == place).all())
-        return cls(
-            tokens=tokens,
-            causal=causal,
-            num_heads=num_heads,
-            num_global=len(global_tokens),
-            blocks=BlockIndex.build(_live_blocks(limits, order, len(global_tokens), causal, block), block),
-            limits=limits.int(),
-            order=None if in_order else order,
-            inverse=None if in_order else order.argsort(1),
-            places=order.int() if causal and not in_order else None,
-        )
+        blocks = BlockIndex.build(_live_blocks(limits, order, len(global_tokens), causal, block), block)
+        given = tokens, causal, num_heads, blocks, limits.int(), len(global_tokens)
+        if bool((order == place).all()):
+            return cls(*given)
+        return cls(*given, order, order.argsort(1), order.int() if causal else None)
 
     def __repr__(self) -> str:
         heads = "any heads" if self.num_heads == 1 else f"{self.num_heads} heads"
@@ -207,12 +189,10 @@ def index_of_row(
     TypeError or ValueError for what does not fit."""
     borders = Borders.of(cu_seqlens, tokens, device)
     of_row = index_of_square(layout, block, tokens, "a row").ready()
-    ranges, lost = borders.row_blocks(of_row.block, tokens)
+    _, ranges, lost = borders.in_blocks(of_row.block, tokens)
     bits = ops.index_bits_of_documents(sent_to(of_row.bits, device), ranges, False, causal)
     capacity = most_live(of_row, len(ranges))[int(causal)]
-    blocks = BlockIndex._bounded(
-        bits, len(ranges), of_row.block, of_row.num_heads, 1, capacity, False if causal else None, lost
-    )
+    blocks = BlockIndex._bounded(bits, len(ranges), of_row.block, of_row.num_heads, 1, capacity, causal, lost)
     blocks = blocks if is_in_graph(bits) else blocks.with_tiles()
     return WindowIndex(tokens, causal, of_row.num_heads, blocks, borders.limits([tokens]))
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface
 
 from benchmarks import running
-from benchmarks.models import attentions, bert, modernbert, results, steps
+from benchmarks.models import attentions, bert, modernbert, packed_bert, results, steps
 from benchmarks.models.processes import Failure
 from benchmarks.program import main
 from ds_sparse import block_sparse_attention, window_attention
@@ -138,10 +138,12 @@ def test_what_was_slow_or_out_of_memory_is_not_tried_at_longer_lengths(monkeypat
 @pytest.mark.slow("verifies steps of every attention")
 def test_a_wrong_structure_of_bert_is_known(monkeypatch, dtype):
     names = [*attentions.IN_BERT, "bigbird-default-64", "transformers_bigbird-default-64"]
-    assert steps.wrong_ones(bert, names, dtype, CPU) == {}, "random blocks are the same at every call"
+    assert steps.wrong_ones(bert, names, replace(CASE, dtype=dtype), CPU) == {}, (
+        "random blocks are the same at every call"
+    )
     right = bert.to_token_mask
     monkeypatch.setattr(bert, "to_token_mask", lambda layout, block: right(layout.roll(1, dims=-1), block))
-    wrong = steps.wrong_ones(bert, attentions.IN_BERT, dtype, CPU)
+    wrong = steps.wrong_ones(bert, attentions.IN_BERT, replace(CASE, dtype=dtype), CPU)
     assert list(wrong) == list(attentions.IN_BERT)
     assert all("the gradient of the first layer's query weight has an RMS" in reason for reason in wrong.values())
 
@@ -149,12 +151,13 @@ def test_a_wrong_structure_of_bert_is_known(monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.slow("verifies steps of every attention")
 def test_attentions_on_other_documents_are_known(monkeypatch, dtype):
-    assert steps.wrong_ones(modernbert, ["floor", *ON_CPU], dtype, CPU) == {}
+    case = replace(CASE, dtype=dtype)
+    assert steps.wrong_ones(modernbert, ["floor", *ON_CPU], case, CPU) == {}
     right = modernbert.masks
     monkeypatch.setattr(
         modernbert, "masks", lambda kind, lengths, *others: right(kind, [row[::-1] for row in lengths], *others)
     )
-    wrong = steps.wrong_ones(modernbert, ["ds_sparse-padded", "sdpa-padded"], dtype, CPU)
+    wrong = steps.wrong_ones(modernbert, ["ds_sparse-padded", "sdpa-padded"], case, CPU)
     assert list(wrong) == ["ds_sparse-padded", "sdpa-padded"]
     assert all("the gradient of the first layer's query weight has an RMS" in reason for reason in wrong.values())
 
@@ -176,14 +179,14 @@ def test_the_flat_row_says_where_documents_are(monkeypatch, name):
 
     AttentionInterface.register("by_edges", by_edges)
     monkeypatch.setattr(modernbert, "switch", lambda model, name: model.set_attn_implementation("by_edges"))
-    steps.verify(modernbert, name, "fp32", CPU)
+    steps.verify(modernbert, name, CASE, CPU)
     other = {"ds_sparse": "flash_attention_4", "flash_attention_4": "ds_sparse"}[name]
     with pytest.raises(ArithmeticError, match=f"{other}: the gradient"):
-        steps.verify(modernbert, other, "fp32", CPU)
+        steps.verify(modernbert, other, CASE, CPU)
     right = modernbert.cu_seqlens_of
     monkeypatch.setattr(modernbert, "cu_seqlens_of", lambda lengths, device: right(lengths[::-1], device))
     with pytest.raises(ArithmeticError, match=f"{name}: the gradient"):
-        steps.verify(modernbert, name, "fp32", CPU)
+        steps.verify(modernbert, name, CASE, CPU)
 
 
 def test_every_form_has_the_same_documents():
@@ -236,9 +239,58 @@ def test_flash_attention_that_is_not_there_is_not_asked_for_elsewhere(monkeypatc
         small(name=f"flash_attention_{version}")
 
 
+PACKED = replace(CASE, whole_step=True, tokens=2048, packed=True)
+
+
+def test_a_batch_always_has_as_many_documents_and_rows_end_where_they_end():
+    drawn = [packed_bert.borders(PACKED, seed) for seed in range(3)]
+    assert {len(edges) for edges in drawn} == {2048 // packed_bert.DOCUMENT + 3}
+    assert all(edges.diff().min() > 0 and {0, 1024, 2048} <= set(edges.tolist()) for edges in drawn)
+    assert not torch.equal(drawn[0], drawn[1])
+    document, place = packed_bert.places(PACKED, drawn[0])
+    assert torch.equal((drawn[0][document] + place).flatten(), torch.arange(2048))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.slow("verifies steps of every attention")
+def test_a_structure_on_other_packed_documents_is_known(monkeypatch, dtype):
+    case, names = replace(PACKED, dtype=dtype), list(attentions.IN_BERT)
+    assert steps.wrong_ones(packed_bert, names, case, CPU) == {}
+    right = packed_bert.places
+    monkeypatch.setattr(packed_bert, "places", lambda case, edges: right(case, packed_bert.borders(case, 1)))
+    assert list(steps.wrong_ones(packed_bert, names, case, CPU)) == names
+
+
+@pytest.mark.slow("trains steps for ten seconds")
+def test_a_graph_that_keeps_its_first_borders_has_other_losses(monkeypatch):
+    right, borders, released = packed_bert.make_step, packed_bert.borders, []
+    monkeypatch.setattr(packed_bert, "make_step", lambda name, *others: right(name.removeprefix("graph-"), *others))
+    monkeypatch.setattr(packed_bert, "BATCHES", 8)
+    monkeypatch.setattr(packed_bert, "release_memory", released.append)
+    packed_bert.require_same_losses("graph-longformer-64", PACKED, CPU)
+    assert released == [CPU] * 3
+
+    def kept(name, *others):
+        monkeypatch.setattr(packed_bert, "borders", lambda case, seed: borders(case, seed * (name[:5] != "graph")))
+        return right(name.removeprefix("graph-"), *others)
+
+    monkeypatch.setattr(packed_bert, "make_step", kept)
+    with pytest.raises(ArithmeticError, match="graph-longformer-64: losses of 8 steps are up to .*e-0. from those"):
+        packed_bert.require_same_losses("graph-longformer-64", PACKED, CPU)
+
+
+def test_a_step_on_the_clock_has_as_many_calls_in_a_row():
+    calls = []
+    found = steps.Measured(lambda: calls.append(time.sleep(0.002)), results.Row("x", milliseconds=1.0), on_clock=True)
+    assert found.time(CPU) >= 2 and len(calls) == steps.CALLS_ON_CUDA
+
+
 COMMANDS = {
     "bert --seq-len 2048,1024 --peers bigbird-64 --dropout 0.1 --labelled-only": [
         (1024, "none"), (1024, "floor"), (1024, "bigbird-64"), (2048, "none"), (2048, "floor"), (2048, "bigbird-64"),
+    ],
+    "bert --packed --peers bigbird-64,graph-bigbird-64 --labelled-only": [
+        (1024, "bigbird-64"), (1024, "graph-bigbird-64"),
     ],
     "modernbert --peers ds_sparse-padded,sdpa --labelled-only": [
         (1024, "floor"), (1024, "ds_sparse-padded"), (1024, "sdpa"),
@@ -274,6 +326,8 @@ def test_what_is_wrong_or_has_no_layout_is_named_and_not_timed(monkeypatch, caps
     ("arguments", "sentence"),
     [
         ("bert --longest 10", "a CPU's memory is not filled by trying"),
+        ("bert --peers sdpa,graph-bigbird-64", "--peers graph-bigbird-64: steps in CUDA graphs are those of --packed"),
+        ("bert --packed --peers bigbird-64,sdpa", "--packed --peers sdpa: it is not one of longformer-64, bigbird-64"),
         ("modernbert --seq-len 128", "--seq-len: bigbird-64 has no layout of 128 tokens"),
     ],
 )
@@ -323,6 +377,16 @@ def test_a_try_is_a_step_in_a_process_of_its_own():
     case = replace(CASE, seq_len=0, whole_step=True, is_try=True)
     tried, row = steps.attempt(bert, "bigbird-64", case, CPU, 1024, 60)
     assert (tried.seq_len, tried.batch) == (1024, 1) and row.attention == "bigbird-64" and row.milliseconds > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_steps_in_a_graph_have_the_losses_of_eager_ones(monkeypatch):
+    monkeypatch.setitem(bert.MODELS["base"], "cuda", bert.SMALL)
+    case, device = replace(PACKED, dtype="bf16", device="cuda"), torch.device("cuda")
+    assert steps.wrong_ones(packed_bert, attentions.PACKED_ATTENTIONS, case, device) == {}
+    rows = steps.run_case(packed_bert, case, attentions.PACKED_ATTENTIONS, {}, device, repeats=3, seconds=5)
+    assert all(row.milliseconds > 0 and row.peak_gib > 0 for row in rows)
 
 
 @pytest.mark.gpu

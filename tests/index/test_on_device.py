@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
-from helpers import counted_waits, seeded
+from helpers import captured, counted_waits, seeded
 
-from ds_sparse import BlockIndex, PackedIndex, TokenIndex, WindowIndex
+from ds_sparse import BlockIndex, PackedIndex, TokenIndex, WindowIndex, block_sparse_attention
+from ds_sparse.index import cache
 from ds_sparse.index.on_device import OnDevice
 
 LAYOUT = torch.rand(2, 9, 9, generator=seeded()) < 0.4
@@ -86,6 +91,38 @@ def test_another_stream_waits_once_for_the_one_that_made_it(kind: str):
                 USES[kind](index)  # made here, so that the first stream waits in its turn
         index.ready()
         assert wait.call_count == (2 if USES[kind] else 1)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_capture_keeps_an_index_for_good(kind: str, monkeypatch: pytest.MonkeyPatch):
+    index = prepared(MAKE[kind]())
+    monkeypatch.setattr(cache, "captured", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    vars(index)["_ready"]._event = mock.Mock()
+    index.ready()
+    there = weakref.ref(index)
+    del index
+    gc.collect()
+    assert there() is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("offset", [None, 143], ids=["whole", "a new token"])
+def test_a_graph_reads_an_index_that_was_dropped(offset: int | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "captured", set())
+    index = MAKE["blocks"]().to("cuda")
+    key = torch.randn(1, 2, 144, 16, device="cuda")
+    query = key if offset is None else key[:, :, :1]
+    for _ in range(2):
+        expected = block_sparse_attention(query, key, key, index, query_offset=offset)
+    graph, output = captured(partial(block_sparse_attention, query, key, key, index, query_offset=offset))
+    there = weakref.ref(index)
+    del index
+    gc.collect()
+    assert there() is not None
+    graph.replay()
+    assert torch.equal(output, expected)
 
 
 def test_its_repr_is_one_short_line():

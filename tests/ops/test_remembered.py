@@ -27,6 +27,7 @@ from ds_sparse import (
     sparse_attn,
     window_attention,
 )
+from ds_sparse.index import cache
 from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.ops import attention, remembered
 
@@ -364,6 +365,20 @@ def test_an_index_is_let_go():
     del index
     gc.collect()
     assert there() is None and not known.walks
+
+
+@pytest.mark.parametrize("offset", [None, TOKENS - 1], ids=["whole", "a new token"])
+def test_an_index_of_a_call_in_a_capture_is_not_let_go(offset: int | None, monkeypatch: pytest.MonkeyPatch):
+    """On the CPU, where an index has no event, but one that stands in for it."""
+    index, (query, key, value) = BlockIndex.build(LAYOUT, BLOCK), (x.detach() for x in operands("cpu"))
+    query = query if offset is None else query[:, :, :1]
+    block_sparse_attention(query, key, value, index, query_offset=offset)
+    monkeypatch.setattr(remembered.Remembered, "keep", never)
+    monkeypatch.setattr(cache, "captured", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(index._ready, "_event", object())
+    block_sparse_attention(query, key, value, index, query_offset=offset)
+    assert cache.captured == {index}
 
 
 def test_many_others_push_out_what_is_remembered(monkeypatch: pytest.MonkeyPatch):
