@@ -180,6 +180,20 @@ class Borders:
         return ops.index_limits(self.edges, torch.cat(of_heads), self.tokens)
 
 
+def places_of(spans: Tensor, block: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The aligned number of each token of a row, int64 (T); the token of each aligned number, int64 (N * block), 0
+    where there is none; and whether there is one, bool (1, N * block). spans: of the documents' own blocks."""
+    first, size = spans.long().unsqueeze(-1).unbind(1)
+    place = torch.arange(block, device=spans.device)
+    exists = place < size
+    tokens_of = torch.where(exists, first + place, 0).flatten()
+    # What stands in for tokens that do not exist is written behind the last.
+    aligned = torch.empty(tokens + 1, dtype=torch.int64, device=spans.device)
+    numbers = torch.arange(len(tokens_of), device=spans.device)
+    aligned[torch.where(exists.flatten(), tokens_of, tokens)] = numbers
+    return aligned[:tokens].clone(), tokens_of, exists.reshape(1, -1)
+
+
 def index_of_square(layout: Tensor | BlockIndex, block: int | None, tokens: int, of: str) -> BlockIndex:
     """Index of a square layout, or the one given, of at least so many tokens `of` something. Raises TypeError or
     ValueError for a layout of another form, and where the block is missing or another."""
@@ -426,15 +440,7 @@ class PackedIndex(OnDevice):
 
     @outside_transforms_or_traced
     def _make_places(self) -> tuple[Tensor, Tensor, Tensor]:
-        first, size = self.spans.long().unsqueeze(-1).unbind(1)
-        place = torch.arange(self.block, device=self.device)
-        exists = place < size
-        tokens_of = torch.where(exists, first + place, 0).flatten()
-        # What stands in for tokens that do not exist is written behind the last.
-        aligned = torch.empty(self.tokens + 1, dtype=torch.int64, device=self.device)
-        numbers = torch.arange(len(tokens_of), device=self.device)
-        aligned[torch.where(exists.flatten(), tokens_of, self.tokens)] = numbers
-        return aligned[: self.tokens].clone(), tokens_of, exists.reshape(1, -1)
+        return places_of(self.spans, self.block, self.tokens)
 
     def _bits(self, cut: bool) -> Tensor:
         return ops.index_bits_of_documents(self.layout_bits, self.ranges, True, cut)

@@ -85,9 +85,9 @@ def refuse_jit_trace() -> None:
         )
 
 
-def unwrap_functorch(name: str, x: torch.Tensor) -> torch.Tensor:
+def unwrap_functorch(name: str, x: torch.Tensor, needs_values: bool = True) -> torch.Tensor:
     """x without the wrappers of torch.func.grad and vjp. Raises ValueError where x is another for each sample of
-    torch.vmap, or has no values."""
+    torch.vmap, or has no values and `needs_values`."""
     if torch.compiler.is_compiling():
         # Nothing is made there.
         return x
@@ -95,7 +95,8 @@ def unwrap_functorch(name: str, x: torch.Tensor) -> torch.Tensor:
         x = get_unwrapped(x)
     if is_batchedtensor(x):
         raise ValueError(f"{name} is another one for each sample of torch.vmap; give one for all, with in_dims None.")
-    refuse_without_values(name, x)
+    if needs_values:
+        refuse_without_values(name, x)
     return x
 
 

@@ -18,9 +18,9 @@ from ..dispatch import choose, readable
 from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..index.lookup import is_built_anew, kept_of_documents, kept_of_row, packed_index_of, row_index_of
 from ..index.tiles import SIDES
-from ._autograd import Function, differentiable_once
 from .attention_function import attend, attention_function, remembered_walk
 from .call import AttentionCall
+from .moved import moving_function
 from .operands import call_on, check_heads, distinct_when_traced, lists_of_tiles
 from .packed_operands import Packed, check_row, check_tokens, known_twice, row_of
 from .remembered import Known, Walk
@@ -162,36 +162,6 @@ def _row_index(
     return row_index_of(layout, cu_seqlens, block, query.shape[2], causal, query.device)
 
 
-def _moved(x: Tensor, numbers: Tensor, exists: Tensor | None) -> Tensor:
-    x = x.index_select(2, numbers)
-    # Not in place: torch.compile of PyTorch 2.11 loses what a backward writes into a tensor of its own.
-    return x if exists is None else x.where(exists.view(-1, *[1] * (x.dim() - 3)), 0)
-
-
-class _Moved(Function):
-    """The tokens of x (1, H, ...) that `numbers` names; their gradients go back by `inverse`. exists, existed: which of
-    the result, and of x, there are, the others are zeros; None: all of them."""
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        numbers: Tensor,
-        inverse: Tensor,
-        exists: Tensor | None,
-        existed: Tensor | None,
-    ) -> Tensor:
-        return _moved(x, numbers, exists)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, _, ctx.inverse, _, ctx.existed = inputs
-
-    @staticmethod
-    @differentiable_once("block_sparse_attention")
-    def backward(ctx, grad: Tensor):
-        return _moved(grad, ctx.inverse, ctx.existed), None, None, None, None
-
-
 LEAST_SCALE = 1e-6
 """The kernels scale differences of scores in the exponent, which a factor that is not well above 0 does not allow."""
 
@@ -244,3 +214,4 @@ def _gradients(index, walk, numbers, wanted, forced, *saved):
 
 
 _PackedAttention = attention_function("_PackedAttention", "block_sparse_attention", _run, _gradients)
+_Moved = moving_function("_Moved", "block_sparse_attention")

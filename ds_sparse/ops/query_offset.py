@@ -27,7 +27,7 @@ from ..index.cache import refuse_traced
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
-from ..index.transforms import refuse_without_values
+from ..index.transforms import outside_transforms_or_traced, unwrap_functorch
 from ..layout import with_heads
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, results_of_nothing
@@ -58,7 +58,7 @@ def parts_at(offset: Offset, layout: Any, block: int | None, call: AttentionCall
     refuse_traced("query_offset cannot be read", "call outside of what is compiled.")
     query, keys, tokens = call.query, call.key.shape[2], call.query.shape[2]
     reads = tokens > FEW_QUERIES or call.distance_bias is not None
-    offset, positions = _position(offset, len(query), tokens, reads)
+    offset, positions = position_of(offset, len(query), tokens, reads)
     if not isinstance(layout, BlockIndex | MasterLayout):
         with_heads(layout)
         if block is None:
@@ -93,18 +93,15 @@ def _placed(offset: Offset, query: Tensor, parts: Parts) -> Offset | None:
     return offset if offset.device == query.device else offset.to(query.device, non_blocking=not query.is_cpu)
 
 
-def _position(offset: Offset, batch: int, tokens: int, reads: bool) -> tuple[Offset, range | None]:
+def position_of(offset: Offset, batch: int, tokens: int, reads: bool) -> tuple[Offset, range | None]:
     """The offset, a number where it is one for all sequences, and the positions from the first of all queries to the
-    last; None where they are not read."""
+    last; None where they are not read, as those on a GPU, and in graphs, unless `reads`. Raises TypeError or ValueError
+    for what is no such offset, or below 0."""
     if isinstance(offset, Tensor) and offset.dtype in (torch.int32, torch.int64):
-        refuse_without_values("query_offset", offset)
-        if offset.dim() and offset.shape != (batch,):
-            raise ValueError(
-                f"query_offset has shape {tuple(offset.shape)}; it has to be an integer, or ({batch},), one a sequence."
-            )
-        if not (reads or offset.is_cpu):
+        offset, read = _offsets_of(offset, batch, reads)
+        if read is None:
             return offset, None
-        offsets = offset.reshape(-1).tolist() or [0]
+        offsets = read or [0]
     elif isinstance(offset, Integral) and not isinstance(offset, bool):
         offsets = [int(offset)]
     else:
@@ -113,6 +110,19 @@ def _position(offset: Offset, batch: int, tokens: int, reads: bool) -> tuple[Off
     if min(offsets) < 0:
         raise ValueError(f"query_offset is {min(offsets)}; it is the position of the first query, 0 or more.")
     return offset if len(set(offsets)) > 1 else offsets[0], range(min(offsets), max(offsets) + tokens)
+
+
+@outside_transforms_or_traced
+def _offsets_of(offset: Tensor, batch: int, reads: bool) -> tuple[Tensor, list[int] | None]:
+    """The offsets in one dimension, and their numbers; None where they are not read."""
+    offset = unwrap_functorch("query_offset", offset)
+    if offset.dim() and (offset.dim() > 1 or offset.shape[0] != batch):
+        raise ValueError(
+            f"query_offset has shape {tuple(offset.shape)}; it has to be an integer, or ({batch},), one a sequence."
+        )
+    offset = offset.reshape(-1)
+    is_read = reads or (offset.is_cpu and not torch.compiler.is_compiling())
+    return offset, offset.tolist() if is_read else None
 
 
 def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:
