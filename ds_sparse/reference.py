@@ -6,6 +6,8 @@ autograd; call it in float64 to judge an implementation.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from .layout import as_bool_layout, to_token_mask
@@ -210,6 +212,68 @@ def attention(
         return output
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~alive, 0)
     return output, torch.logsumexp(wide, dim=-1).masked_fill(~alive[..., 0], float("-inf"))
+
+
+def selected_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_indices: torch.Tensor,
+    block: int,
+    causal: bool = False,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    query_offset: int | torch.Tensor = 0,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * query @ key^T) @ value over the blocks of keys that each query token has chosen.
+
+    Args:
+        query, key, value, scale, key_padding_mask, sinks: as in `attention`.
+        block_indices: (B or 1, Hkv or H or 1, T, k), numbers of blocks in any order; those of no block are none.
+        block: keys in a block.
+        causal: a query sees no key after its own position.
+        cu_seqlens: (documents + 1): query is (T, H, D), key and value (T, Hkv, D), block_indices (T, Hkv or H or 1, k),
+            and each document is a call of its own.
+        query_offset: the position of the first query; or (B,), one a sequence.
+        return_lse: whether to return each row's log of its sum of exponentials as well.
+
+    Returns:
+        as of `attention`; with `cu_seqlens` (T, H, D), and (T, H).
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> from ds_sparse.reference import selected_attention
+        >>> query, key, value = (torch.randn(1, 2, 60, 8, dtype=torch.float64) for _ in range(3))
+        >>> chosen = torch.randint(-1, 4, (1, 2, 60, 2))
+        >>> expected = selected_attention(query, key, value, chosen, block=16, causal=True)
+        >>> output = ds_sparse.selected_attention(query, key, value, chosen, block=16, causal=True)
+        >>> torch.testing.assert_close(output, expected)
+    """
+    if cu_seqlens is not None:
+        results = []
+        for first, end in pairwise(cu_seqlens.tolist()):
+            q, k, v, chosen = (x[first:end].transpose(0, 1)[None] for x in (query, key, value, block_indices))
+            of_one = selected_attention(q, k, v, chosen, block, causal, scale, sinks, return_lse=True)
+            results.append([x[0].transpose(0, 1) for x in of_one])
+        output, lse = map(torch.cat, zip(*results, strict=True))
+        return (output, lse) if return_lse else output
+    (_, heads, tokens, _), keys = query.shape, key.shape[2]
+    numbers = torch.arange(-(-keys // block), device=query.device)
+    chosen = (block_indices.unsqueeze(-1) == numbers).any(-2)  # of each token, which blocks
+    seen = chosen.repeat_interleave(block, -1)[..., :keys].repeat_interleave(heads // chosen.shape[1], 1)
+    if causal:
+        position = torch.as_tensor(query_offset, device=query.device).reshape(-1, 1, 1, 1)
+        position = position + torch.arange(tokens, device=query.device)[:, None]
+        seen = seen & (torch.arange(keys, device=query.device) <= position)
+    everything = torch.ones(1, 1, dtype=torch.bool, device=query.device)
+    return attention(
+        query, key, value, everything, max(tokens, keys), scale, key_padding_mask=key_padding_mask, attn_mask=seen,
+        sinks=sinks, return_lse=return_lse,
+    )  # fmt: skip
 
 
 def bias_of_pairs(distance_bias: torch.Tensor, tokens: int, keys: int, query_offset: int = 0) -> torch.Tensor:

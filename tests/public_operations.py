@@ -23,6 +23,7 @@ from ds_sparse import (
     block_sparse_attention,
     gather_attention,
     masked_attention,
+    selected_attention,
     sparse_attn,
     sparse_matmul,
     sparse_matmul_vo,
@@ -36,6 +37,8 @@ BATCH, HEADS, TOKENS = 2, 2, 16
 LAYOUT = torch.tensor([[[1, 0], [1, 1]], [[0, 1], [1, 1]]])
 SEEN = torch.rand(BATCH, HEADS, TOKENS, TOKENS, generator=seeded(1)) < 0.6
 PADDING = torch.rand(BATCH, TOKENS, generator=seeded(2)) < 0.8
+CHOSEN = torch.randint(-1, 3, (BATCH, HEADS, TOKENS, 2), generator=seeded(4))
+"""Blocks of 40 keys."""
 CU_SEQLENS = torch.tensor([0, 5, TOKENS], dtype=torch.int32)
 
 QUERY = (BATCH, HEADS, TOKENS, 8)
@@ -207,11 +210,43 @@ def of_pairs(device: str, masks: str, prepared: bool) -> dict[str, Operation]:
     }  # fmt: skip
 
 
+def of_selections(device: str, masks: str, prepared: bool) -> dict[str, Operation]:
+    chosen, padding = CHOSEN.to(masks), torch.rand(BATCH, 40, generator=seeded(3)).to(masks) < 0.8
+    offsets, cu_seqlens = torch.tensor([24, 3], device=device), CU_SEQLENS.to(device)
+
+    def attention(shapes: list[tuple[int, ...]], chosen: torch.Tensor, any_batch: bool = True, **options) -> Operation:
+        def call(q, k, v, sinks=None):
+            return selected_attention(q, k, v, chosen, 16, sinks=sinks, **options)
+
+        return Operation("selected_attention", call, shapes, any_batch=any_batch)
+
+    def with_lse(q, k, v):
+        output, lse = selected_attention(q, k, v, chosen[:1, :1].clamp(min=0), 16, return_lse=True)
+        return output.sum(-1) + lse.to(output.dtype)
+
+    keys = (BATCH, 1, 40, 8)
+    operands, odd = [QUERY, keys, keys], [(BATCH, 6, TOKENS, 20), (BATCH, 3, 40, 20), (BATCH, 3, 40, 20)]
+    return {
+        "selected_attention": attention([QUERY] * 3, chosen[:1] // 3, causal=True),
+        "selected_attention, a choice a sequence and head": attention(
+            operands, chosen, any_batch=False, key_padding_mask=padding
+        ),
+        "selected_attention at offsets, with sinks": attention(
+            [*operands, (HEADS,)], chosen[:, :1], any_batch=False, causal=True, query_offset=offsets
+        ),
+        "selected_attention, grouped heads of another size": attention(odd, chosen[:1, :1]),
+        "selected_attention with lse": Operation("selected_attention", with_lse, operands, any_batch=True),
+        "selected_attention of packed documents": attention(
+            [ROW] * 3, chosen[:1], any_batch=False, cu_seqlens=cu_seqlens
+        ),
+    }
+
+
 @cache
 def operations(device: str, masks: str = "", prepared: bool = False) -> dict[str, Operation]:
     """masks: the device of masks, where it is another. prepared: with indices that are built, as graphs take them."""
     given = device, masks or device, prepared
-    return of_blocks(*given) | of_windows(*given) | of_pairs(*given)
+    return of_blocks(*given) | of_windows(*given) | of_pairs(*given) | of_selections(*given)
 
 
 NATIVE = [name for name in operations("cpu") if not name.startswith(("masked", "gather"))]

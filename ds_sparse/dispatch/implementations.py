@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..tools.block_sizes import BLOCK_SIZES
+from ..tools.block_sizes import BLOCK_SIZES, CHOSEN_BLOCK_SIZES
 from ..tools.wording import listed
 from .strides import readable_in_boxes
 
@@ -246,6 +246,8 @@ def _tiles_of_windows(call: Call) -> int:
 
 _TILES = dict.fromkeys(BLOCK_SIZES, TILE)
 _LARGE_TILES = {block: HOPPER_TILE for block in BLOCK_SIZES if block >= 16}
+_CHOSEN_TILES = dict.fromkeys(CHOSEN_BLOCK_SIZES, TILE)
+_CHOSEN_LARGE_TILES = dict.fromkeys(CHOSEN_BLOCK_SIZES, HOPPER_TILE)
 _PRODUCT_TILES = {block: TILE if block < TILE else HOPPER_TILE for block in _LARGE_TILES}
 _FOR_PAIRS = (_SAME_HEAD_SIZES, _NOT_EMPTY, _LISTS_FILL_TILES)
 
@@ -265,6 +267,11 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
         replace(_HOPPER, tiles=_LARGE_TILES, in_any_order="the gradient of query"),
         replace(_PORTABLE, dtypes=ON_CUDA, head_dims=(1, 256), tiles=_TILES),
         replace(_CPU, head_dims=(1, 256), tiles=_TILES),
+    ),
+    "selected_attention": (
+        replace(_HOPPER, tiles=_CHOSEN_LARGE_TILES, in_any_order="the gradient of query"),
+        replace(_PORTABLE, dtypes=ON_CUDA, head_dims=(1, 256), tiles=_CHOSEN_TILES),
+        replace(_CPU, head_dims=(1, 256), tiles=_CHOSEN_TILES),
     ),
     "gradient of rpe": (
         replace(_PORTABLE, dtypes=ON_CUDA, head_dims=(1, 256), tiles=_TILES),

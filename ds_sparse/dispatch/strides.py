@@ -30,14 +30,19 @@ def readable_in_boxes(x: torch.Tensor) -> bool:
 
 
 def is_readable(x: torch.Tensor) -> bool:
-    """Tells if attention's kernels read x, (B, H, T, D), in place."""
-    batch, head, token, last = x.stride()
-    in_eights = x.shape[-1] % 8 == 0 and batch % 8 == 0 and head % 8 == 0 and token % 8 == 0
-    return last == 1 and in_eights and is_aligned(x)
+    """Tells if attention's kernels read x, (B, H, T, D) or (B, H, T, g, D), in place."""
+    *outer, last = x.stride()
+    if last != 1 or x.shape[-1] % 8:
+        return False
+    for stride in outer:
+        if stride % 8:
+            return False
+    return is_aligned(x)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """x (B, H, T, D), or a copy with D padded to a multiple of 8 by zeros and laid out as kernels read it."""
+    """x (B, H, T, D) or (B, H, T, g, D); or a copy with D padded to a multiple of 8 by zeros, laid out as kernels read
+    it."""
     if x.shape[-1] % 8:
         x = pad(x, (0, -x.shape[-1] % 8))
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)

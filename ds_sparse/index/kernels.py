@@ -27,6 +27,10 @@ BLOCK_OPERATORS = (
     "block_attention_bias_backward",
     "decode_attention_forward",
 )
+SELECTION_OPERATORS = (
+    "selected_attention_forward",
+    "selected_attention_backward",
+)
 WINDOW_OPERATORS = (
     "window_matmul",
     "unwindow_matmul",
@@ -63,7 +67,7 @@ HOPPER_OPERATORS = (
 )
 """Faster ways of others, for one kind of GPU."""
 
-OPERATORS = BLOCK_OPERATORS + WINDOW_OPERATORS + TOKEN_OPERATORS
+OPERATORS = BLOCK_OPERATORS + SELECTION_OPERATORS + WINDOW_OPERATORS + TOKEN_OPERATORS
 
 
 def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> list[str]:

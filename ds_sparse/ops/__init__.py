@@ -6,6 +6,7 @@ from ._library import check_inputs
 from .attention import block_sparse_attention
 from .explanation import Explanation, explain
 from .matmul import MatMul
+from .selected import selected_attention
 from .softmax import Softmax
 from .token import sparse_attn, sparse_matmul, sparse_matmul_vo
 from .token_steps import gather_attention, jagged_attention, masked_attention, torch_sparse_attention
@@ -24,6 +25,7 @@ __all__ = [
     "jagged_attention",
     "masked_attention",
     "missing_kernels",
+    "selected_attention",
     "sparse_attn",
     "sparse_matmul",
     "sparse_matmul_vo",

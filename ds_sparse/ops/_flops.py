@@ -42,13 +42,18 @@ def live_blocks(entries: Tensor, units: Tensor) -> int:
     Raises:
         RuntimeError: the entries have no values.
     """
-    if isinstance(entries, FakeTensor) or entries.is_meta:
-        raise RuntimeError(
-            "FlopCounterMode has to know the live blocks of attention, and the layout's index has no values here; "
-            "build it outside of FakeTensorMode, and give meta tensors an index on the CPU."
-        )
+    _refuse_without_values(
+        entries,
+        "the layout's index has no values here; build it outside of FakeTensorMode, and give meta tensors an index on "
+        "the CPU.",
+    )
     entries = entries[: int(units[:, 2].sum())]
     return sum(int(owner_bit(entries, line).sum()) for line in range(MAX_LINES))
+
+
+def _refuse_without_values(x: Tensor, what: str) -> None:
+    if isinstance(x, FakeTensor) or x.is_meta:
+        raise RuntimeError(f"FlopCounterMode has to know the live blocks of attention, and {what}")
 
 
 def attention(each: int) -> Callable[[SimpleNamespace], int]:
@@ -94,6 +99,27 @@ def at_positions(x: SimpleNamespace) -> int:
     if x.causal:
         seen = seen & (torch.arange(columns) <= rows[:, None]).to(seen.device)
     return FORWARD * depth * heads * int(seen.sum()) * x.block // len(x.bits)
+
+
+def selected(each: int) -> Callable[[SimpleNamespace], int]:
+    """Attention on blocks that tokens have chosen, `each` operations for a score and number of a head; waits for the
+    device."""
+
+    def formula(x: SimpleNamespace) -> int:
+        batch, heads, tokens, together, depth = x.query.shape
+        _refuse_without_values(
+            x.bits, "block_indices has no values here; make it outside of FakeTensorMode, and on the CPU."
+        )
+        columns = -(-x.key.shape[2] // x.block)
+        chosen = unpack_bits(x.bits, 8 * x.bits.shape[2])[..., :columns].unflatten(0, (-1, x.bits_heads))
+        if x.causal:
+            offset = x.offset if x.offsets is None else x.offsets.view(-1, 1, 1)
+            last = (offset + torch.arange(tokens, device=chosen.device)[:, None]) // x.block
+            chosen = chosen & (torch.arange(columns, device=chosen.device) <= last).unflatten(-2, (1, tokens))
+        of_each = batch // len(chosen) * (heads * together // x.bits_heads)
+        return each * depth * int(chosen.sum()) * x.block * of_each
+
+    return formula
 
 
 def distances(x: SimpleNamespace) -> int:

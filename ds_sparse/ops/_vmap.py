@@ -56,7 +56,7 @@ def register_rule(operator: str, names: list[str], one_by_one: bool) -> None:
             # vmap's randomness="same", or the gradients of one forward: the same ones for each.
             return _one_by_one(call, given, dims, number)
         # Packed documents are one row, and what each sequence has is of so many.
-        if given.get("list_batch", 1) > 1 or "spans" in given or given.get("by_sequence"):
+        if given.get("list_batch", 1) > 1 or "spans" in given or given.get("by_sequence") or _are_of_sequences(given):
             return _one_by_one(call, given, dims, number)
         of_samples = dims[first]
         batch = given[first].shape[0 if of_samples is None else _after(of_samples)]
@@ -65,7 +65,7 @@ def register_rule(operator: str, names: list[str], one_by_one: bool) -> None:
                 continue
             if x is not None and (name in OPERANDS or (name in BIASES and (dims[name] is not None or x.shape[0] > 1))):
                 x = _folded(x, dims[name], number, batch if name in BIASES else -1)
-                x = readable(x) if name in AS_KERNELS_READ and x.dim() == 4 and x.shape[-1] % 8 == 0 else x
+                x = readable(x) if name in AS_KERNELS_READ and x.dim() >= 4 and x.shape[-1] % 8 == 0 else x
                 given[name] = x.contiguous() if name in CONTIGUOUS else x
             elif dims[name] is not None:
                 raise RuntimeError(f"{operator} takes one {name} for all samples of torch.vmap; close over it.")
@@ -81,6 +81,14 @@ def register_rule(operator: str, names: list[str], one_by_one: bool) -> None:
         return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
 
     torch.library.register_vmap(add_op_namespace_prefix(operator), rule)
+
+
+def _are_of_sequences(given: dict) -> bool:
+    """Tells if each sequence has blocks, or a position, of its own."""
+    if "bits_heads" not in given:
+        return False
+    offsets = given["offsets"]
+    return len(given["bits"]) > given["bits_heads"] or (offsets is not None and len(offsets) > 1)
 
 
 def _refuse_seeds(dims: dict) -> None:

@@ -13,6 +13,7 @@ from ..dispatch import Call, dtypes_on, largest_head_dim
 from ..index import BlockIndex, PackedIndex
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts
+from ..index.selection import Selection
 from ..index.tiles import Tiles
 from ._library import DTYPES, check_alike, check_dtype, check_scale
 
@@ -270,10 +271,13 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_as(x: torch.Tensor) -> torch.Tensor:
-    """Allocates as a kernel does for a result beside x: heads inside tokens in memory where x has them so."""
-    batch, heads, tokens, head_dim = x.shape
+    """Allocates as a kernel does for a result beside x, (B, H, T, D) or (B, H, T, g, D): heads inside tokens in memory
+    where x has them so."""
+    batch, heads, tokens, *inner = x.shape
     if x.stride(1) < x.stride(2):
-        return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+        return x.new_empty(batch, tokens, heads, *inner).transpose(1, 2)
+    if len(inner) == 2 and x.stride(3) > x.stride(2):
+        return x.new_empty(batch, heads, inner[0], tokens, inner[1]).transpose(2, 3)
     return x.new_empty(x.shape)
 
 
@@ -281,7 +285,7 @@ def lists_of_tiles(tiles: Tiles) -> tuple[torch.Tensor, ...]:
     return tiles.lines, tiles.entries, tiles.units, tiles.cuts
 
 
-def call_on(index: BlockIndex | PackedIndex, dense: torch.Tensor, *others: torch.Tensor) -> Call:
+def call_on(index: BlockIndex | PackedIndex | Selection, dense: torch.Tensor, *others: torch.Tensor) -> Call:
     """A call on the blocks of an index, of dense operands (B, H, T, D); of meta tensors it is one on the index's
     device."""
     device = index.device if dense.is_meta else dense.device

@@ -83,6 +83,11 @@ def _attention(x: Arguments) -> tuple[Tensor, ...]:
     return _of_rows(x, *x.query.shape[:3])
 
 
+def _selected_attention(x: Arguments) -> tuple[Tensor, ...]:
+    """The same, of rows (B, Hq, T, g)."""
+    return _of_rows(x, *x.query.shape[:4])
+
+
 def _packed_attention(x: Arguments) -> tuple[Tensor, ...]:
     """The same, of rows by aligned numbers."""
     return _of_rows(x, 1, x.query.shape[1], x.spans.shape[0] * x.block)
@@ -250,6 +255,8 @@ OPERATORS: dict[str, Operator] = {
     ),
     "packed_attention_forward": Operator(_packed_attention, _flops.attention(_flops.FORWARD)),
     "packed_attention_backward": Operator(_gradients, _flops.attention(_flops.BACKWARD)),
+    "selected_attention_forward": Operator(_selected_attention, _flops.selected(_flops.FORWARD)),
+    "selected_attention_backward": Operator(_gradients, _flops.selected(_flops.BACKWARD)),
     "window_matmul": Operator(
         lambda x: x.a.new_empty(*x.a.shape[:3], 2 * x.window + 1), lambda x: _flops.band(x.a, x.window)
     ),

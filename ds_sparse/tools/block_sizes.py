@@ -4,6 +4,9 @@ from __future__ import annotations
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
+CHOSEN_BLOCK_SIZES = tuple(block for block in BLOCK_SIZES if block >= 16)
+"""Of blocks that queries choose for themselves."""
+
 
 def rounded_up(tokens: int, block: int) -> int:
     """Tokens of whole blocks that hold a sequence, the last of which may be short in it."""

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from . import blocks, pairs, windows
+from . import blocks, pairs, selections, windows
 from .cases import Case, Draw
 from .compare import Outcome, check
 from .spoilt import planted
 
-OPERATIONS = blocks.OPERATIONS | windows.OPERATIONS | pairs.OPERATIONS
+OPERATIONS = blocks.OPERATIONS | windows.OPERATIONS | pairs.OPERATIONS | selections.OPERATIONS
 SHARES = {
     "block_sparse_attention": 6, "attention at an offset": 4, "packed attention": 3, "MatMul": 3, "Softmax": 3,
-    "window_attention": 4, "sparse_attn": 3,
+    "window_attention": 4, "sparse_attn": 3, "selected_attention": 4,
 }  # fmt: skip
 TURNS = [name for name in OPERATIONS for _ in range(SHARES.get(name, 2))]
 """An operation for each number, one round after another."""

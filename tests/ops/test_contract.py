@@ -27,6 +27,7 @@ from ds_sparse import (
     block_sparse_attention,
     gather_attention,
     jagged_attention,
+    selected_attention,
     sparse_attn,
     sparse_matmul,
     torch_sparse_attention,
@@ -171,6 +172,7 @@ FOR_ANY_BATCH = {
     "gather_attention",
 }  # fmt: skip
 ALIKE = {
+    "selected_attention", "selected_attention, grouped heads of another size", "selected_attention with lse",
     "attention", "attention, shared rpe", "attention, grouped heads of another size", "attention, with sinks",
     "sparse_attn", "sparse_attn of odd sizes", "sparse_attn, a list a sequence",
     "sparse_attn, a list a sequence and head", "sparse_matmul", "gather_attention, a list a head",
@@ -207,7 +209,8 @@ def test_compiles_into_one_graph(device: str, name: str):
             torch.testing.assert_close(gradients(result, leaves), gradients(expected, leaves))
     if name in NATIVE:
         assert len(calls) >= 2
-    of_graphs = {target: args for target, args in calls if target._opname not in OPERATORS}
+    others = OPERATORS + kernels.INDEX_OPERATORS
+    of_graphs = {target: args for target, args in calls if target._opname not in others}
     assert bool(of_graphs) == (name in IN_GRAPHS)
     for target, args in of_graphs.items():
         torch.library.opcheck(target, args)
@@ -272,6 +275,11 @@ def large(device: str) -> dict[str, tuple[Callable[..., torch.Tensor], list[tupl
     def in_windows(q, k, v):
         return unwindow_matmul(window_softmax(window_matmul(q, k.mT, 60), 60), v, 60)
 
+    chosen = torch.randint(-1, 40, (1, 1, 640, 6), generator=seeded()).to(device)
+
+    def in_blocks(q, k, v):
+        return selected_attention(q, k[:, :1], v[:, :1], chosen, 16, causal=True)
+
     return {
         "attention": (attention, [q, q, q, (1, 1, 640, 640)]),
         "attention by distance": (by_distance, [q, q, q, (2, 2 * 640 - 1)]),
@@ -281,6 +289,7 @@ def large(device: str) -> dict[str, tuple[Callable[..., torch.Tensor], list[tupl
         "softmax": (lambda x, m: Softmax(live, 16)(x, attn_mask=m), [values, (1, 1, 1, 640)]),
         "windows": (in_windows, [q] * 3),
         "window_attention": (lambda q, k, v: window_attention(q, k, v, 60, global_tokens=(7, 300)), [q] * 3),
+        "selected_attention": (in_blocks, [q] * 3),
         "sparse_attn": (lambda q, k, v: sparse_attn(q, k, v, index), [(1, 3, 300, 72)] * 3),
         "sparse_matmul": (lambda q, k: sparse_matmul(q, k, index), [(1, 3, 300, 72)] * 2),
     }

@@ -16,6 +16,7 @@ from ds_sparse import (
     TokenIndex,
     WindowIndex,
     block_sparse_attention,
+    selected_attention,
     sparse_attn,
     sparse_matmul,
     unwindow_matmul,
@@ -162,6 +163,22 @@ def test_queries_outside_of_the_layout_count_nothing(device: str):
         assert counter.get_total_flops() == 4 * 24 * 16 * blocks
 
 
+@pytest.mark.parametrize("of_batch", [1, 3])
+@pytest.mark.parametrize("of_heads", [1, 2, 8])
+@pytest.mark.parametrize(("causal", "offset"), [(False, 0), (True, 0), (True, 30), (True, [0, 17, 44])], ids=str)
+def test_chosen_blocks_are_counted_whole_once_and_not_ahead(
+    device: str, of_heads: int, of_batch: int, causal: bool, offset: int | list[int]
+):
+    given = tensors(device, (3, 8, 40, 20), *[(3, 2, 70, 20)] * 2)
+    chosen = torch.randint(-1, 5, (of_batch, of_heads, 40, 4), generator=seeded())
+    named = (chosen.unsqueeze(-1) == torch.arange(5)).any(-2).expand(3, -1, -1, -1)
+    at = torch.tensor(offset).reshape(-1, 1, 1, 1) + torch.arange(40)[:, None]
+    blocks = int((named & (torch.arange(5) * 16 <= at) if causal else named).sum()) * 8 // of_heads
+    options = {"causal": causal, "query_offset": torch.tensor(offset, device=device)}
+    found = counted(lambda *x: selected_attention(*x, chosen.to(device), 16, **options), *given)
+    assert found == (4 * 24 * 16 * blocks, 10 * 24 * 16 * blocks)
+
+
 @pytest.mark.parametrize("lead", [(), (2,), (3, 1), (3, 2)], ids=str)
 def test_lists_of_tokens_count_their_pairs(device: str, lead: tuple[int, ...]):
     seen = torch.rand(*lead, 20, 30, generator=seeded()) < 0.3
@@ -181,8 +198,11 @@ def test_meta_tensors_are_counted_and_indices_without_values_are_a_sentence():
     q = torch.empty(1, 4, 48, 24, device="meta")
     with FlopCounterMode(display=False) as counter:
         block_sparse_attention(q, q, q, LAYOUT)
-    assert counter.get_total_flops() == 4 * 24 * 4 * 6 * 256
+        selected_attention(q, q, q, torch.tensor([0, 2]).expand(1, 1, 48, 2), 16)
+    assert counter.get_total_flops() == 4 * 24 * 4 * (6 + 6) * 256
     index = BlockIndex.build(LAYOUT, 16).to("meta")
+    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="and block_indices has no values here"):
+        selected_attention(q, q, q, torch.zeros(1, 1, 48, 2, dtype=torch.int64, device="meta"), 16)
     with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="has to know the live blocks"):
         block_sparse_attention(q, q, q, index)
     x = torch.empty(1, 4, 48, 24)

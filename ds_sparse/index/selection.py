@@ -1,0 +1,160 @@
+"""The key blocks that queries have chosen for themselves, as attention walks them. Nothing waits for a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .build import bits_of_blocks
+from .packed import Borders, places_of
+from .tiles import Tiles
+from .transforms import outside_transforms_or_traced, unwrap_functorch
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The blocks that each query token has chosen, made of their numbers in each call.
+
+    Attributes:
+        bits: uint8 (L or B * L, T, 4 * ceil(C / 32)). Bit k of byte j of a token is block 8 * j + k.
+        block: tokens in a block.
+        heads: L, for each of which neighbouring heads of query, as many, have chosen the same.
+        columns: C, the blocks of the keys.
+        capacity: how many blocks all tokens of `bits` have chosen together, at most.
+        lost: int32 (1), where documents are packed whose borders nobody has read: 1 where these are not as they have to
+            be. Then all is NaN.
+    """
+
+    bits: Tensor
+    block: int
+    heads: int
+    columns: int
+    capacity: int
+    lost: Tensor | None = None
+
+    @classmethod
+    def of_blocks(cls, block_indices: Tensor, block: int, columns: int, lost: Tensor | None = None) -> Selection:
+        """The selection of block_indices (B or 1, L, T, k), int32 or int64; what is no number of a block is none."""
+        sequences, heads, tokens, listed = block_indices.shape
+        bits = bits_of_blocks(block_indices.flatten(0, 1), columns)
+        return cls(bits, block, heads, columns, sequences * heads * tokens * min(listed, columns), lost)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.bits.device
+
+    def tiles(self, side: str, tile: int) -> Tiles | None:
+        """What a GPU walks instead of the bits: None on a CPU.
+
+        Args:
+            side: 'rows', of a token's heads that see the same keys, or 'columns', of keys.
+            tile: rows, or keys, of a tile's height.
+        """
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class AlignedDocuments:
+    """The documents of a row as they lie where each begins with a whole block. Letters: T tokens, N blocks.
+
+    Attributes:
+        block: tokens in a block.
+        ranges: int32 (N, 2). The first block of each block's document, and the one after its last.
+        aligned: int64 (T). The aligned number of each token.
+        tokens_of: int64 (N * block). The token of each aligned number, 0 where there is none.
+        exists: bool (1, N * block). Whether there is one.
+        lost: as of `Selection`.
+    """
+
+    block: int
+    ranges: Tensor
+    aligned: Tensor
+    tokens_of: Tensor
+    exists: Tensor
+    lost: Tensor | None
+
+    @classmethod
+    @outside_transforms_or_traced
+    def of(cls, cu_seqlens: Tensor, tokens: int, block: int, device: torch.device) -> AlignedDocuments:
+        """Raises TypeError or ValueError for `cu_seqlens` of another form, and on a CPU, outside of graphs, for one
+        that does not ascend from 0 to the tokens."""
+        borders = Borders.of(cu_seqlens, tokens, device)
+        spans, ranges, lost = borders.own_blocks(block, -(-tokens // block))
+        return cls(block, ranges, *places_of(spans, block, tokens), lost)
+
+    @outside_transforms_or_traced
+    def selection(self, block_indices: Tensor) -> Selection:
+        """The selection of aligned tokens, of block_indices (1, L, T, k), which count from each document's start: those
+        beyond its last block are none."""
+        chosen = block_indices.index_select(2, self.tokens_of)
+        of_tokens = self.ranges[:, None].expand(-1, self.block, -1).flatten(0, 1)
+        first, end = of_tokens[:, :1], of_tokens[:, 1:]
+        is_there = self.exists[0].unsqueeze(-1) & (chosen >= 0) & (chosen < end - first)
+        return Selection.of_blocks(torch.where(is_there, chosen + first, -1), self.block, len(self.ranges), self.lost)
+
+
+def check_chosen(block_indices: Tensor, query: Tensor, key_heads: int, tokens_first: bool) -> Tensor:
+    """block_indices as (B or 1, Hkv or H or 1, T, k), without the wrappers of transforms.
+
+    Args:
+        query: (B, H, T, D).
+        key_heads: Hkv.
+        tokens_first: they are given as (T, Hkv or H or 1, k), of one sequence.
+
+    Raises:
+        TypeError: no tensor of whole numbers.
+        ValueError: another shape, or device; other numbers for each sample of torch.vmap.
+    """
+    if not isinstance(block_indices, Tensor) or block_indices.dtype not in (torch.int32, torch.int64):
+        what = block_indices.dtype if isinstance(block_indices, Tensor) else type(block_indices).__name__
+        raise TypeError(
+            f"block_indices is {what}; it has to be an int32 or int64 tensor with the numbers of the key blocks that "
+            "each query token sees, -1 for none."
+        )
+    if not _fits(block_indices, query, key_heads, tokens_first):
+        sequences, heads, tokens, _ = query.shape
+        of_heads = f"{key_heads} or {heads} or 1"
+        wanted = f"({tokens}, {of_heads}, k)" if tokens_first else f"({sequences} or 1, {of_heads}, {tokens}, k)"
+        raise ValueError(
+            f"block_indices has shape {tuple(block_indices.shape)}; for {tokens} tokens of {heads} heads, and "
+            f"{key_heads} heads of keys, it has to be {wanted}: the numbers of k blocks that each token sees, -1 for "
+            "none."
+        )
+    if block_indices.device != query.device and not query.is_meta:
+        raise ValueError(f"block_indices is on {block_indices.device} and query on {query.device}; move it there.")
+    chosen = unwrap_functorch("block_indices", block_indices, needs_values=False)
+    return chosen.transpose(0, 1).unsqueeze(0) if tokens_first else chosen
+
+
+def _fits(block_indices: Tensor, query: Tensor, key_heads: int, tokens_first: bool) -> bool:
+    """Sizes are compared one by one, as those of a traced tensor may be symbols, which torch.compile does not find in a
+    tuple."""
+    sequences, heads, tokens, _ = query.shape
+    if block_indices.dim() != 4 - tokens_first or block_indices.shape[-1] == 0:
+        return False
+    if tokens_first:
+        (of_tokens, of_heads, _), of_batch = block_indices.shape, 1
+    else:
+        of_batch, of_heads, of_tokens, _ = block_indices.shape
+    if of_tokens != tokens or not (of_batch == 1 or of_batch == sequences):
+        return False
+    return any(of_heads == wanted for wanted in (1, key_heads, heads))
+
+
+@outside_transforms_or_traced
+def check_numbers(block_indices: Tensor, block: int, columns: int) -> None:
+    """Raises ValueError where the host can see, without waiting, that blocks beyond the keys are named."""
+    if torch.compiler.is_compiling() or not block_indices.is_cpu or isinstance(block_indices, FakeTensor):
+        return
+    beyond = block_indices >= columns
+    if beyond.any():
+        sequence, head, token, place = beyond.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_indices names block {int(block_indices[sequence, head, token, place])} for token {token} of "
+            f"sequence {sequence}, head {head}, and the keys are {columns} blocks of {block}; give numbers below that, "
+            "and -1 for none."
+        )
