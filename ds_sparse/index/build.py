@@ -87,10 +87,11 @@ class TilePlan:
             RuntimeError: bits on a device without kernels.
             ValueError: a height that is not a power of two, or has more lines than an entry has bits for.
         """
+        least = min(block, row_block or block)
         for tile in heights:
-            if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > MAX_LINES * (row_block or block):
+            if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > MAX_LINES * least:
                 raise ValueError(
-                    f"tile is {tile!r}; it has to be a power of two and at most {MAX_LINES} blocks of {row_block or block} tokens."
+                    f"tile is {tile!r}; it has to be a power of two and at most {MAX_LINES} blocks of {least} tokens."
                 )
         require_kernel("index_plan", bits.device)
         plan = ops.index_plan(bits, columns, block, heights, "rows" in sides, "columns" in sides, bounded, row_block)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .build import bits_of_blocks
+from .build import TilePlan, bits_of_blocks
 from .packed import Borders, places_of
 from .tiles import Tiles
 from .transforms import outside_transforms_or_traced, unwrap_functorch
+
+ROW_BLOCK = 16
+"""Rows of a block row: those that a warp has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +28,7 @@ class Selection:
         heads: L, for each of which neighbouring heads of query, as many, have chosen the same.
         columns: C, the blocks of the keys.
         capacity: how many blocks all tokens of `bits` have chosen together, at most.
-        lost: int32 (1), where documents are packed whose borders nobody has read: 1 where these are not as they have to
-            be. Then all is NaN.
+        row_tiles, column_tiles: what a GPU walks, where it has been made, by `with_tiles`.
     """
 
     bits: Tensor
@@ -33,28 +36,48 @@ class Selection:
     heads: int
     columns: int
     capacity: int
-    lost: Tensor | None = None
+    row_tiles: Tiles | None = None
+    column_tiles: Tiles | None = None
 
     @classmethod
-    def of_blocks(cls, block_indices: Tensor, block: int, columns: int, lost: Tensor | None = None) -> Selection:
+    def of_blocks(cls, block_indices: Tensor, block: int, columns: int) -> Selection:
         """The selection of block_indices (B or 1, L, T, k), int32 or int64; what is no number of a block is none."""
         sequences, heads, tokens, listed = block_indices.shape
         bits = bits_of_blocks(block_indices.flatten(0, 1), columns)
-        return cls(bits, block, heads, columns, sequences * heads * tokens * min(listed, columns), lost)
+        return cls(bits, block, heads, columns, sequences * heads * tokens * min(listed, columns))
 
     @property
     def device(self) -> torch.device:
         """Where it is."""
         return self.bits.device
 
-    def tiles(self, side: str, tile: int) -> Tiles | None:
-        """What a GPU walks instead of the bits: None on a CPU.
+    @outside_transforms_or_traced
+    def with_tiles(self, rows_of_token: int, tile: int, sides: Sequence[str]) -> Selection:
+        """The selection with what a GPU walks; as it is on a CPU, whose kernels read the bits.
 
         Args:
-            side: 'rows', of a token's heads that see the same keys, or 'columns', of keys.
+            rows_of_token: heads that see the same keys, which are a token's rows; 16 rows are a block row.
             tile: rows, or keys, of a tile's height.
+            sides: 'rows', whose tiles list the blocks that some of their tokens have chosen, or also 'columns', whose
+                tiles of keys list the block rows that have chosen some of them.
         """
-        return None
+        if self.device.type != "cuda":
+            return self
+        bits = _bits_of_rows(self.bits, ROW_BLOCK // rows_of_token)
+        plan = TilePlan.of(bits, self.columns, self.block, [tile], sides, bounded=True, row_block=ROW_BLOCK)
+        made = plan.fill(len(bits), [self.capacity])
+        return replace(self, row_tiles=made["rows", tile], column_tiles=made.get(("columns", tile)))
+
+
+def _bits_of_rows(bits: Tensor, tokens: int) -> Tensor:
+    """The bits of block rows of so many tokens, a power of two: what some of them have chosen."""
+    if tokens == 1:
+        return bits
+    bits = torch.nn.functional.pad(bits, (0, 0, 0, -bits.shape[1] % tokens)).unflatten(1, (-1, tokens))
+    while tokens > 1:
+        tokens //= 2
+        bits = bits[:, :, :tokens] | bits[:, :, tokens:]
+    return bits.squeeze(2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +90,7 @@ class AlignedDocuments:
         aligned: int64 (T). The aligned number of each token.
         tokens_of: int64 (N * block). The token of each aligned number, 0 where there is none.
         exists: bool (1, N * block). Whether there is one.
-        lost: as of `Selection`.
+        lost: int32 (1), where nobody has read the borders: 1 where these are not as they have to be. Then all is NaN.
     """
 
     block: int
@@ -83,7 +106,7 @@ class AlignedDocuments:
         """Raises TypeError or ValueError for `cu_seqlens` of another form, and on a CPU, outside of graphs, for one
         that does not ascend from 0 to the tokens."""
         borders = Borders.of(cu_seqlens, tokens, device)
-        spans, ranges, lost = borders.own_blocks(block, -(-tokens // block))
+        spans, ranges, lost = borders.in_blocks(block, -(-tokens // block), own=True)
         return cls(block, ranges, *places_of(spans, block, tokens), lost)
 
     @outside_transforms_or_traced
@@ -94,7 +117,7 @@ class AlignedDocuments:
         of_tokens = self.ranges[:, None].expand(-1, self.block, -1).flatten(0, 1)
         first, end = of_tokens[:, :1], of_tokens[:, 1:]
         is_there = self.exists[0].unsqueeze(-1) & (chosen >= 0) & (chosen < end - first)
-        return Selection.of_blocks(torch.where(is_there, chosen + first, -1), self.block, len(self.ranges), self.lost)
+        return Selection.of_blocks(torch.where(is_there, chosen + first, -1), self.block, len(self.ranges))
 
 
 def check_chosen(block_indices: Tensor, query: Tensor, key_heads: int, tokens_first: bool) -> Tensor:

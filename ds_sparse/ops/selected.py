@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
@@ -11,7 +12,7 @@ from .._ops import ops
 from ..dispatch import choose, readable
 from ..index.packed import check_form
 from ..index.selection import AlignedDocuments, Selection, check_chosen, check_numbers
-from ..index.tiles import SIDES
+from ..index.tiles import SIDES, Tiles
 from ..tools.block_sizes import CHOSEN_BLOCK_SIZES
 from ..tools.wording import listed
 from ._library import check_inputs
@@ -201,6 +202,10 @@ def _attend_documents(
     mask = None if call.causal else documents.exists
     call = call._replace(query=query, key=key, value=value, key_padding_mask=mask)
     results = _attend(call, documents.selection(chosen.to(query.device)), 0, with_lse)
+    if documents.lost is not None:
+        # NaN times a result is NaN in its gradients, too.
+        sound = torch.where(documents.lost == 0, 1.0, torch.nan)
+        results = tuple(x * sound.to(x.dtype) for x in results)
     return tuple(_Moved.apply(x, documents.aligned, documents.tokens_of, None, exists) for x in results)
 
 
@@ -230,30 +235,39 @@ def _together(heads: int, key_heads: int, bits_heads: int) -> int:
     return together
 
 
-def _lists(selection: Selection, tile: int, *sides: str) -> tuple[Tensor | None, ...]:
-    """The lists of tiles from these sides; None in the places of those that a CPU has not."""
-    all_tiles = [selection.tiles(side, tile) for side in sides]
-    return tuple(x for tiles in all_tiles for x in ((None,) * 4 if tiles is None else lists_of_tiles(tiles)))
+def _lists(tiles: Tiles | None) -> tuple[Tensor | None, ...]:
+    """The lists of tiles; None in the places of those that a CPU has not."""
+    return (None,) * 4 if tiles is None else lists_of_tiles(tiles)
 
 
-def _run(selection, query, key, value, bias, key_bias, attn_mask, seed, scale, causal, offset, offsets, walk):
-    chosen = choose("selected_attention", call_on(selection, query))
+def _chosen_by(
+    selection: Selection, query: Tensor, sides: Sequence[str], forced: str | None = None
+) -> tuple[str, int, Selection]:
+    """The implementation that runs, the height of the tiles that it walks, and the selection with those."""
+    chosen = choose("selected_attention", call_on(selection, query), forced)
     tile = chosen.tile(selection.block)
+    return chosen.name, tile, selection.with_tiles(query.shape[3], tile, sides)
+
+
+def _run(selection, walk, numbers, query, key, value, bias, key_bias, *_):
+    scale, causal, offset, offsets = numbers
+    name, tile, selection = _chosen_by(selection, query, SIDES[:1])
     return ops.selected_attention_forward.default(
-        query, key, value, key_bias, selection.bits, offsets, offset, *_lists(selection, tile, "rows"), selection.heads,
-        selection.block, tile, scale, causal, chosen.name,
+        query, key, value, key_bias, selection.bits, offsets, offset, *_lists(selection.row_tiles), selection.heads,
+        selection.block, tile, scale, causal, name,
     )  # fmt: skip
 
 
-def _gradients(selection, grad_output, grad_lse, *call, wanted, walk, forced):
-    *saved, _, key_bias, _, _, scale, causal, offset, offsets = call
+def _gradients(selection, walk, numbers, wanted, forced, *tensors):
+    *saved, _, key_bias, _, _ = tensors
     if not any(wanted[:3]):
         return None, None, None, None
-    chosen = choose("selected_attention", call_on(selection, saved[0]), forced)
-    tile, deterministic = chosen.tile(selection.block), torch.are_deterministic_algorithms_enabled()
+    scale, causal, offset, offsets = numbers
+    name, tile, selection = _chosen_by(selection, saved[2], SIDES, forced)
     return *ops.selected_attention_backward.default(
-        grad_output, grad_lse, *saved, key_bias, selection.bits, offsets, offset, *_lists(selection, tile, *SIDES),
-        selection.heads, selection.block, tile, scale, causal, deterministic, chosen.name,
+        *saved, key_bias, selection.bits, offsets, offset, *_lists(selection.row_tiles),
+        *_lists(selection.column_tiles), selection.heads, selection.block, tile, scale, causal,
+        torch.are_deterministic_algorithms_enabled(), name,
     ), None  # fmt: skip
 
 

@@ -150,7 +150,7 @@ __device__ __forceinline__ void run_producer(
           }
           __syncwarp();
           if (boxes.any) {
-            const int2 place = place_of_rows<kLimited>(p.query.tokens, here.token_in_memory, work.head);
+            const int2 place = place_of_rows<kLimited>(p.grad_output.tokens, here.token_in_memory, work.head);
             boxes.copy(stage.grads, &maps.grad_output, &full, place.x, place.y, work.batch);
             for (int member = boxes.panel; member < members; member += kHeadDim / kPanel) {
               bulk_load(

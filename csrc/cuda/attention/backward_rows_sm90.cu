@@ -74,7 +74,8 @@ __device__ __forceinline__ void run_producer(
       const int from = item.template in_memory<kPacked>(own_boxes.tile_row);
       const int2 place = place_of_rows<kLimited>(p.query.tokens, from, work.head);
       own_boxes.copy(own.queries, &maps.query, &q_full, place.x, place.y, work.batch);
-      own_boxes.copy(own.grads, &maps.grad_output, &q_full, place.x, place.y, work.batch);
+      const int2 of_grads = place_of_rows<kLimited>(p.grad_output.tokens, from, work.head);
+      own_boxes.copy(own.grads, &maps.grad_output, &q_full, of_grads.x, of_grads.y, work.batch);
     }
     if (steps == 0) {
       continue;
