@@ -98,7 +98,7 @@ def pieces_of(name: str, case: Case, config: ModernBertConfig, device: torch.dev
     tokens = torch.randint(1, config.vocab_size, shape, generator=generator)
     labels = tokens.masked_fill(torch.rand(shape, generator=generator) >= LABELLED[MODERNBERT], -100)
     tokens, labels = tokens.to(device), labels.to(device)
-    place = torch.stack([places_of(row, device)[1] for row in lengths]).long()
+    place = places_in_rows(lengths, device)[1].long()
     form, flat = FORMS[name], list(chain.from_iterable(lengths))
     if form == FLAT:
         edges = cu_seqlens_of(flat, device)
@@ -122,6 +122,12 @@ def pieces_of(name: str, case: Case, config: ModernBertConfig, device: torch.dev
             for kind in (FULL, SLIDING)
         }
     return [Piece.of(inputs, labels)]
+
+
+def places_in_rows(lengths: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """int32 (rows, T) each: the number of each token's document in its row, and the token's place in it."""
+    of_rows = [places_of(cu_seqlens_of(row, device), sum(row)) for row in lengths]
+    return [torch.stack(x) for x in zip(*of_rows, strict=True)]
 
 
 def padded_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
@@ -149,7 +155,7 @@ def sees(
     kind: str, lengths: Sequence[Sequence[int]], config: ModernBertConfig, device: torch.device
 ) -> Callable[[Any, Any, Tensor, Tensor], Tensor]:
     """From (row, head, query, key) to whether the query sees the key: in its document; in local layers near it too."""
-    document = torch.stack([places_of(row, device)[0] for row in lengths])
+    document, _ = places_in_rows(lengths, device)
     reach = config.sliding_window if kind == SLIDING else sum(lengths[0])
 
     def live(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
@@ -179,6 +185,6 @@ def masks_of(name: str, case: Case, config: ModernBertConfig, device: torch.devi
         structure = IN_BERT[STRUCTURE](config.num_attention_heads)
         layout = structure.make_bool_layout(whole_blocks(case.seq_len, structure.block))
         live = to_token_mask(layout, structure.block).to(device)
-        places = [places_of(row, device)[1] for row in lengths]
+        _, places = places_in_rows(lengths, device)
         found[FULL] = found[FULL] & torch.stack([live[:, place[:, None], place] for place in places])
     return lambda module: found[FULL if module.sliding_window is None else SLIDING]

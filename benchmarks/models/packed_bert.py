@@ -17,7 +17,8 @@ from benchmarks.models.bert import make_model, queries_of
 from benchmarks.models.results import Case
 from benchmarks.models.steps import Piece, loss_of, model_with
 from benchmarks.running import NOT_TRIED, release_memory
-from ds_sparse.bench.machine import DTYPES, NO_GRAPH, captured
+from ds_sparse.bench.documents import places_of
+from ds_sparse.bench.machine import DTYPES, NO_GRAPH, Repeated
 from ds_sparse.bench.reasons import Unsupported
 from ds_sparse.layout import to_token_mask
 
@@ -54,17 +55,15 @@ def borders(case: Case, seed: int) -> Tensor:
     return torch.cat([rows, inside[chosen[: tokens // DOCUMENT]]]).sort().values.int()
 
 
-def places(case: Case, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, T) each: the number of each token's document, and the token's place in it."""
-    token = torch.arange(case.batch * case.seq_len, device=edges.device)
-    document = torch.searchsorted(edges, token, right=True) - 1
-    return document.view(case.batch, -1), (token - edges[document]).view(case.batch, -1)
+def places(case: Case, edges: Tensor) -> list[Tensor]:
+    """int32 (rows, T) each: the number of each token's document, and the token's place in it."""
+    return [x.view(case.batch, -1) for x in places_of(edges, case.batch * case.seq_len)]
 
 
 def pieces_of(name: str, case: Case, config: Any, device: torch.device) -> list[Piece]:
     """With the borders, or, for what has a mask of documents instead, with their positions."""
     piece, edges = bert.batch(case.batch, case.seq_len, config.vocab_size, device), borders(case, 0).to(device)
-    added = {"position_ids": places(case, edges)[1]}
+    added = {"position_ids": places(case, edges)[1].long()}
     if name != FLOOR:
         # The capture of a graph takes one tensor as both.
         added = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
@@ -109,17 +108,11 @@ def make_step(name: str, case: Case, device: torch.device) -> Callable[[], Tenso
 
     @cache
     def prepared() -> Callable[[], Tensor]:
-        if not is_graph:
-            for _ in range(WARM_UPS):
-                train()
-            return train
-        graph, loss = captured(train, WARM_UPS)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return loss
-
-        return replay
+        if is_graph:
+            return Repeated(train, WARM_UPS).replay
+        for _ in range(WARM_UPS):
+            train()
+        return train
 
     def step() -> Tensor:
         edges.copy_(next(following))

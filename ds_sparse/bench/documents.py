@@ -37,10 +37,8 @@ def cu_seqlens_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
 
-def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """int32 (T) each: the number of each token's document, and the token's place in it."""
-    sizes = torch.tensor(lengths, device=device)
-    number = torch.arange(len(sizes), device=device).repeat_interleave(sizes)
-    first = sizes.cumsum(0) - sizes
-    place = torch.arange(len(number), device=device) - first[number]
-    return number.int(), place.int()
+def places_of(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """int32 (tokens) each: the number of each token's document, and the token's place in it; waits for nothing."""
+    token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
+    number = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True) - 1
+    return number, token - cu_seqlens[number]

@@ -57,6 +57,27 @@ def of_layout(layout: Tensor, block: int, side: int) -> Any:
     return BlockMask.from_kv_blocks(*partly, *fully, BLOCK_SIZE=side, mask_mod=live)
 
 
+def blocks_of(live: Live, tokens: int, block: int, device: torch.device) -> Tensor:
+    """bool (1, R, R): the blocks of a sequence in which a score is live, found a block row at a time."""
+    token = torch.arange(tokens, device=device)
+    rows = [live(0, 0, query[:, None], token).any(0) for query in token.split(block)]
+    return torch.stack(rows).unflatten(1, (-1, block)).any(2)[None]
+
+
+def creating(live: Callable[[], Live], heads: int, tokens: int, side: int, device: torch.device) -> Callable[[], Any]:
+    """Makes the `BlockMask` of a sequence by compiled code, from the function that `live` gives at each call.
+
+    Persistent kernels are left out: a sort of up to 512 numbers, of which a mask takes four, is one of them, and Triton
+    compiles it for minutes. PyTorch 2.13 leaves these sorts out itself, 2.11 does not.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    forget()
+    options: Any = {"triton.persistent_reductions": False}
+    create = torch.compile(create_block_mask, dynamic=False, fullgraph=True, options=options)
+    return lambda: create(live(), None, heads, tokens, tokens, device, side)
+
+
 def of_scores(live: Live, rows: int, tokens: int, device: torch.device) -> Any:
     """FlexAttention's `BlockMask` of rows of so many tokens, the same for all heads."""
     from torch.nn.attention.flex_attention import create_block_mask

@@ -7,34 +7,31 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..index.cache import memory_of
-from ..index.packing import block_of, owner_bit
-from ..index.tiles import SIDES, Tiles
+from ..index.tiles import Tiles
 from ..ops import block_sparse_attention
 from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig
 from ..verify.accuracy import output_and_gradients, require_as_accurate
 from . import flex
 from .cases import BIGBIRD, WINDOW, in_k
 from .command import add_cases, add_peers, cases_of
-from .documents import LONGEST, corpus_lengths, cu_seqlens_of
-from .machine import DTYPES, NO_GRAPH, captured, in_three_digits, timed, wall_ms
-from .markdown import Table, also, numbers, pair, ratio
+from .documents import LONGEST, corpus_lengths, cu_seqlens_of, places_of
+from .machine import DTYPES, NO_GRAPH, Repeated, in_three_digits, timed, wall_ms
+from .markdown import Table, also, milliseconds, numbers, pair, ratio
 from .reasons import in_short
-from .references import Piece, attention_by_pieces, random_tensors
+from .references import NAMES, attention_by_pieces, block_rows, random_tensors
 from .registry import Build, Peer
 from .run import Medians, Operation
 from .runs import Result, Row
 from .text import Column, lacking, milliseconds_in, number, table
-
-Index = TypeVar("Index", BlockIndex, PackedIndex, WindowIndex)
+from .tiles import require_blocks, with_tiles
 
 CLOCK, GRAPH = "until done", "graph"
 DIRECTIONS = (CLOCK, GRAPH)
@@ -122,21 +119,6 @@ class About:
     most_bytes: int | None = None
 
 
-class Repeated:
-    """A call without arguments, and a CUDA graph of it, which is captured when it is first asked for."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call = call
-
-    def __call__(self) -> Any:
-        return self.call()
-
-    @cached_property
-    def graph(self) -> torch.cuda.CUDAGraph:
-        graph, self.kept = captured(self.call)
-        return graph
-
-
 def time_of(call: Repeated, inputs: Any, grad: Any, direction: str, device: torch.device) -> float:
     """Milliseconds of a call, or of its graph. On the clock the median of some calls in a row, if they are short."""
     if direction == GRAPH:
@@ -161,7 +143,7 @@ class Problem:
     inputs, grad = (), None
 
     def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:
-        self.case, self.device = case, device
+        self.case, self.device, self.dtype = case, device, DTYPES[case.dtype]
         if case.kind == "layout":
             bigbird: dict[str, Any] = {**BIGBIRD, "different_layout_per_head": True}
             self.live = BigBirdSparsityConfig(HEADS, BLOCK, **bigbird).make_bool_layout(case.seq_len).to(device)
@@ -184,35 +166,20 @@ class Problem:
             self.live = torch.block_diag(*of_each).bool()[None]
         self.live_blocks = int(self.live.sum())
 
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Each token's document, and its place in there."""
+        return places_of(self.cu_seqlens["device"], self.case.seq_len)
+
+    def of_row(self, live: flex.Live, block: int) -> Tensor:
+        return flex.blocks_of(live, self.case.seq_len, block, self.device)
+
     @cached_property
     def operands(self) -> list[Tensor]:
         """Query, key, value and the output's gradient."""
         shape = (1, QUERY_HEADS, self.case.seq_len, HEAD_DIM)
-        query, key, value, grad = random_tensors(4, shape, DTYPES[self.case.dtype], self.device)
+        query, key, value, grad = random_tensors(4, shape, self.dtype, self.device)
         return [query, key[:, :GROUPS].clone(), value[:, :GROUPS].clone(), grad]
-
-    def with_tiles(self, index: Index) -> Index:
-        """An index, with all that attention walks."""
-        for side in SIDES:
-            self.tiles(index, side)
-        return index
-
-    def tiles(self, index: Index, side: str) -> Tiles:
-        """The tiles of a side that attention walks; an exact index has them."""
-        height = height_of_tiles(side_of(index), DTYPES[self.case.dtype], self.device)
-        if not isinstance(index, PackedIndex):
-            return (index if isinstance(index, BlockIndex) else index.blocks).tiles(side, height)
-        if height == BLOCK:
-            return index.prepared().blocks.tiles(side, height)
-        # Hopper's kernels, whose tiles are taller, read documents where they lie.
-        index.tile_spans(side, height, causal=False)
-        return index.tiles(side, height, causal=False)
-
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Each token's document, and its place in there; waits for nothing."""
-        token, cu_seqlens = torch.arange(self.case.seq_len, device=self.device), self.cu_seqlens["device"].long()
-        document = torch.searchsorted(cu_seqlens, token, right=True) - 1
-        return document, token - cu_seqlens[document]
 
     def verify(self, name: str, peer: Peer) -> None:
         """Holds what a peer makes to what it was made of. Raises ArithmeticError where it is something else."""
@@ -221,77 +188,23 @@ class Problem:
         elif name == FLEX:
             made: Any = peer.call()
             found = sum(int(x.sum()) for x in (made.kv_num_blocks, made.full_kv_num_blocks) if x is not None)
-            live = self.live if self.case.kind != "documents" else self.of_row(BLOCK, mask_function(self))
-            require(found == int(live.sum()), f"it has {found} blocks, and {int(live.sum())} are live")
+            live = self.live if self.case.kind != "documents" else self.of_row(mask_function(self), BLOCK)
+            if found != int(live.sum()):
+                raise ArithmeticError(f"it has {found} blocks, and {int(live.sum())} are live")
         else:
             index: Any = peer.call()
-            blocks = index if isinstance(index, BlockIndex) else index.blocks
-            live = self.live if name != WINDOWS else self.of_row(blocks.block, self.near())
-            missing = blocks.rows - live.shape[-2]  # a bounded index has blocks without tokens
-            live = pad(live, (0, missing, 0, missing))
-            require(torch.equal(blocks.layout(), live), "its layout is another")
-            for side in SIDES:
-                is_right = holds(self.tiles(index, side), live if side == "rows" else live.mT, blocks.block)
-                require(is_right, f"its tiles of {side} hold other blocks")
-
-    def near(self) -> flex.Live:
-        document, _ = self.places()
-        return lambda b, h, q, k: (document[q] == document[k]) & ((q - k).abs() <= REACH)
-
-    def of_row(self, block: int, live: flex.Live) -> Tensor:
-        """bool (1, R, R): the blocks of a row in which a score is live, a block row at a time."""
-        token = torch.arange(self.case.seq_len, device=self.device)
-        rows = [live(0, 0, query[:, None], token).any(0) for query in token.split(block)]
-        return torch.stack(rows).unflatten(1, (-1, block)).any(2)[None]
+            live = self.live if name != WINDOWS else self.of_row(near(self), index.blocks.block)
+            require_blocks(index, live, HEAD_DIM, self.dtype)
 
     def verify_attention(self, peer: Peer) -> None:
         """Holds the output of the last head, and the gradient of its query, to float64."""
         results = peer.call()
         mine = [x[0, -1] for x in self.operands]
-        plain, _ = attention_by_pieces(mine, self.pieces())
-        exact = attention_by_pieces([x.double() for x in mine], self.pieces())
-        for what, found, other, right, terms in zip(("output", "gradient of query"), results, plain, *exact):
+        pieces = [*block_rows(self.live[-1].cpu(), BLOCK, self.device, causal=True)]
+        plain, _ = attention_by_pieces(mine, pieces)
+        exact = attention_by_pieces([x.double() for x in mine], pieces)
+        for what, found, other, right, terms in zip(NAMES[:2], results, plain, *exact):
             require_as_accurate(f"{what}, last head", found[0, -1], other, right, self.case.seq_len // BLOCK, terms)
-
-    def pieces(self) -> Iterator[Piece]:
-        place = torch.arange(BLOCK, device=self.device)
-        for row, live in enumerate(self.live[-1]):
-            keys = (live.nonzero() * BLOCK + place).flatten()
-            yield slice(row * BLOCK, (row + 1) * BLOCK), keys, keys <= row * BLOCK + place[:, None]
-
-
-def side_of(index: Index) -> int:
-    """Tokens of a block's side."""
-    return index.blocks.block if isinstance(index, WindowIndex) else index.block
-
-
-@cache
-def height_of_tiles(block: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The height that attention asks a bounded index for."""
-    index = BlockIndex.from_blocks(torch.zeros(1, 1, dtype=torch.int64, device=device), block)
-    x = torch.zeros(1, 1, block, HEAD_DIM, dtype=dtype, device=device)
-    block_sparse_attention(x, x, x, index)
-    return next(x.tile for x in index._made.values() if isinstance(x, Tiles))
-
-
-def require(is_right: bool, otherwise: str) -> None:
-    """Raises ArithmeticError with what is wrong."""
-    if not is_right:
-        raise ArithmeticError(otherwise)
-
-
-def holds(tiles: Tiles, live: Tensor, block: int) -> bool:
-    """Tells if tiles, which list the other side for lines, decode to blocks (L, lines, other side)."""
-    height = max(1, tiles.tile // block)
-    tile, first, count, _ = tiles.units[tiles.units[:, 0] >= 0].long().unbind(1)
-    before = (count.cumsum(0) - count - first).repeat_interleave(count)
-    entries = tiles.entries[torch.arange(len(before), device=before.device) - before].long()
-    tile = tile.repeat_interleave(count)
-    entry, line = owner_bit(entries[:, None], torch.arange(height, device=live.device)).nonzero(as_tuple=True)
-    found = torch.zeros_like(live, memory_format=torch.contiguous_format)
-    head = tile[entry] // -(-live.shape[1] // height)
-    found[head, tiles.lines.view(-1, height).long()[tile[entry], line], block_of(entries[entry])] = True
-    return torch.equal(found, live)
 
 
 def no_graph(problem: Problem) -> str:
@@ -299,31 +212,28 @@ def no_graph(problem: Problem) -> str:
 
 
 def makes(make: Callable[[Problem], Any], missing: str = "") -> Build:
-    """Ours. missing: why there is no graph."""
-    return lambda problem: Peer(Repeated(partial(make, problem)), no_backward=no_graph(problem) or missing)
+    """Ours, with the tiles that attention walks. missing: why there is no graph."""
 
+    def build(problem: Problem) -> Peer:
+        call = Repeated(lambda: with_tiles(make(problem), HEAD_DIM, problem.dtype))
+        return Peer(call, no_backward=no_graph(problem) or missing)
 
-def exact(problem: Problem) -> BlockIndex:
-    return problem.with_tiles(BlockIndex.build(problem.live, BLOCK))
-
-
-def bounded(problem: Problem) -> BlockIndex:
-    return problem.with_tiles(BlockIndex.build(problem.live, BLOCK, capacity=problem.live_blocks))
+    return build
 
 
 def from_blocks(problem: Problem) -> BlockIndex:
-    return problem.with_tiles(BlockIndex.from_blocks(problem.block_indices, BLOCK).causal())
+    return BlockIndex.from_blocks(problem.block_indices, BLOCK).causal()
 
 
 def packed(problem: Problem, where: str) -> PackedIndex:
     """The index of a batch, `cu_seqlens` of which is on the host or on the device; that of its layout is kept."""
     tokens = problem.case.seq_len if where == "device" else None
-    return problem.with_tiles(PackedIndex.build(problem.of_longest, problem.cu_seqlens[where], BLOCK, tokens=tokens))
+    return PackedIndex.build(problem.of_longest, problem.cu_seqlens[where], BLOCK, tokens=tokens)
 
 
 def windows(problem: Problem) -> WindowIndex:
     tokens, cu_seqlens = problem.case.seq_len, problem.cu_seqlens["host"]
-    return problem.with_tiles(WindowIndex.build(tokens, REACH, device=problem.device, cu_seqlens=cu_seqlens))
+    return WindowIndex.build(tokens, REACH, device=problem.device, cu_seqlens=cu_seqlens)
 
 
 def attention(trains: bool) -> Build:
@@ -331,17 +241,23 @@ def attention(trains: bool) -> Build:
 
     def build(problem: Problem) -> Peer:
         *inputs, grad = problem.operands
-        attend = partial(block_sparse_attention, layout=from_blocks(problem), causal=True)
+        index = with_tiles(from_blocks(problem), HEAD_DIM, problem.dtype)
+        attend = partial(block_sparse_attention, layout=index, causal=True)
         call = partial(output_and_gradients, attend, inputs, grad) if trains else lambda: [attend(*inputs)]
         return Peer(Repeated(call), no_backward=no_graph(problem))
 
     return build
 
 
+def near(problem: Problem) -> flex.Live:
+    document, _ = problem.places
+    return lambda b, h, q, k: (document[q] == document[k]) & ((q - k).abs() <= REACH)
+
+
 def mask_function(problem: Problem) -> flex.Live:
     """Says of each score whether it is live, from what a batch or a step brings."""
     if problem.case.kind == "documents":
-        layout, (document, place) = problem.layout[0], problem.places()
+        layout, (document, place) = problem.layout[0], problem.places
         return lambda b, h, q, k: (document[q] == document[k]) & layout[place[q] // BLOCK, place[k] // BLOCK]
     if problem.case.kind == "blocks":
         chosen = torch.zeros_like(problem.live).scatter_(2, problem.block_indices, True)
@@ -352,16 +268,8 @@ def mask_function(problem: Problem) -> flex.Live:
 
 def block_mask(problem: Problem) -> Peer:
     """FlexAttention's mask, by compiled code."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    flex.forget()
-    compiled = torch.compile(create_block_mask, dynamic=False, fullgraph=True)
-    heads, tokens = len(problem.live), problem.case.seq_len
-
-    def create() -> Any:
-        return compiled(mask_function(problem), None, heads, tokens, tokens, problem.device, BLOCK)
-
-    call, missing = Repeated(create), no_graph(problem)
+    of_case = len(problem.live), problem.case.seq_len, BLOCK, problem.device
+    call, missing = Repeated(flex.creating(partial(mask_function, problem), *of_case)), no_graph(problem)
     if not missing:
         try:
             _ = call.graph
@@ -448,7 +356,7 @@ def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
         for name in result.measured:
             ratios = numbers(result, name, ways, "to_ours")
             shares = [share_of_index(name, x) for x in ratios]
-            cells = [pair(numbers(result, name, ways, "milliseconds")), pair(ratios, ratio), pair(shares, part)]
+            cells = [pair(milliseconds(result, name, ways)), pair(ratios, ratio), pair(shares, part)]
             rows.append([f"{result.case.name}{also(dtypes, result.case.dtype)}", name, *cells])
     notes = [f"{result.case.name}: {memory(result)}." for result in results]
     return {"indices": Table(["case", "what", "ms", "of the first", "index in it"], rows, ways[1:] and ways, notes)}
@@ -461,8 +369,8 @@ OPERATION = Operation(
     about=About,
     problem=Problem,
     peers={
-        EXACT: makes(exact, WAITS),
-        BOUNDED: makes(bounded),
+        EXACT: makes(lambda problem: BlockIndex.build(problem.live, BLOCK), WAITS),
+        BOUNDED: makes(lambda problem: BlockIndex.build(problem.live, BLOCK, capacity=problem.live_blocks)),
         CHOSEN: makes(from_blocks),
         FORWARD: attention(trains=False),
         TRAIN: attention(trains=True),

@@ -6,9 +6,10 @@ import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -106,6 +107,26 @@ def captured(call: Callable[[], Kind], before: int = 1) -> tuple[torch.cuda.CUDA
     with torch.cuda.graph(graph):
         result = call()
     return graph, result
+
+
+class Repeated:
+    """A call without arguments, and a CUDA graph of it, which is captured when it is first asked for, after so many
+    calls without it. kept: the result of the graph, which each replay writes anew."""
+
+    def __init__(self, call: Callable[[], Any], before: int = 1) -> None:
+        self.call, self.before = call, before
+
+    def __call__(self) -> Any:
+        return self.call()
+
+    @cached_property
+    def graph(self) -> torch.cuda.CUDAGraph:
+        graph, self.kept = captured(self.call, self.before)
+        return graph
+
+    def replay(self) -> Any:
+        self.graph.replay()
+        return self.kept
 
 
 def in_turns(

@@ -358,7 +358,7 @@ def flex_attention(problem: Problem) -> Peer:
 def mask_function(problem: Problem) -> flex.Live:
     """Says of each score of the row whether it is live."""
     case, layout = problem.case, problem.layout
-    document, place = places_of(problem.lengths, problem.device)
+    document, place = places_of(problem.cu_seqlens, problem.case.tokens)
     if layout is not None:
         # Of one shape for all lengths, or each would be compiled anew.
         missing = max(0, -(-min(case.tokens, LONGEST) // case.size) - layout.shape[1])

@@ -30,12 +30,14 @@ def random_tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype, devic
     return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(count)]
 
 
-def block_rows(layout: Tensor, block: int, device: torch.device) -> Iterator[Piece]:
+def block_rows(layout: Tensor, block: int, device: torch.device, causal: bool = False) -> Iterator[Piece]:
     """Every block row with its live keys. layout: bool (R, C) on the CPU."""
+    place = torch.arange(block, device=device)
     for row, live in enumerate(layout):
-        tokens = (live.nonzero() * block + torch.arange(block)).flatten().to(device)
+        tokens = (live.nonzero().to(device) * block + place).flatten()
         if len(tokens):
-            yield slice(row * block, (row + 1) * block), tokens, None
+            mask = tokens <= row * block + place[:, None] if causal else None
+            yield slice(row * block, (row + 1) * block), tokens, mask
 
 
 def documents(lengths: Sequence[int], mask: Callable[[int], Tensor]) -> Iterator[Piece]:

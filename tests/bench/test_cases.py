@@ -66,5 +66,5 @@ def test_numbers_of_tokens_by_hand():
     lengths = [3, 1, 2]
     edges = documents.cu_seqlens_of(lengths, torch.device("cpu"))
     assert edges.tolist() == [0, 3, 4, 6] and edges.dtype == torch.int32
-    number, place = documents.places_of(lengths, torch.device("cpu"))
+    number, place = documents.places_of(edges, 6)
     assert number.tolist() == [0, 0, 0, 1, 2, 2] and place.tolist() == [0, 1, 2, 0, 0, 1]
