@@ -140,8 +140,8 @@ def check_chosen(block_indices: Tensor, query: Tensor, key_heads: int, tokens_fi
         )
     if not _fits(block_indices, query, key_heads, tokens_first):
         sequences, heads, tokens, _ = query.shape
-        of_heads = f"{key_heads} or {heads} or 1"
-        wanted = f"({tokens}, {of_heads}, k)" if tokens_first else f"({sequences} or 1, {of_heads}, {tokens}, k)"
+        of_batch, of_heads = (" or ".join(map(str, dict.fromkeys(x))) for x in ((sequences, 1), (key_heads, heads, 1)))
+        wanted = f"({tokens}, {of_heads}, k)" if tokens_first else f"({of_batch}, {of_heads}, {tokens}, k)"
         raise ValueError(
             f"block_indices has shape {tuple(block_indices.shape)}; for {tokens} tokens of {heads} heads, and "
             f"{key_heads} heads of keys, it has to be {wanted}: the numbers of k blocks that each token sees, -1 for "
