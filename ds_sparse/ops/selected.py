@@ -218,7 +218,10 @@ def _attend(call: AttentionCall, selection: Selection, offset: int | Tensor, wit
     key, value = (readable(x) for x in distinct_when_traced(key, value))
     query = readable(query).unflatten(1, (-1, together)).transpose(2, 3)
     sinks = None if sinks is None else sinks.unflatten(0, (-1, together))
-    offsets, offset = (offset.to(key.device, non_blocking=True), 0) if isinstance(offset, Tensor) else (None, offset)
+    offsets = None
+    if isinstance(offset, Tensor):
+        # What a GPU sends to the CPU is waited for, as it is read there.
+        offsets, offset = offset.to(key.device, non_blocking=not key.is_cpu), 0
     output, lse, _ = _SelectedAttention.apply(
         query, key, value, None, sinks, padding, None, None, selection, None, (scale, causal, offset, offsets)
     )
