@@ -236,8 +236,8 @@ struct Plan {
     for (int i = 0; i < num_sets; ++i) sum += static_cast<int64_t>(sets[i].tiles) * heads;
     return sum;
   }
-  // Stretches of a set whose tiles are ordered in turns, by the lists of all tiles, or, where sides have other blocks, by
-  // its own.
+  // Stretches of a set whose tiles are ordered in turns, by the lists of all tiles, or, where sides have other blocks,
+  // by its own.
   constexpr int64_t stretches(int set, const Header& header) const {
     if (!sets[set].in_turns) return 1;
     const Side& side = sides[sets[set].side];

@@ -518,8 +518,7 @@ __global__ void __launch_bounds__(kThreads) fill_entries_kernel(Memory m, Filled
       continue;
     }
     const Tile tile(m, set, head, of_set % set.tiles);
-    const int span =
-        static_cast<int>(ceil_div<int64_t>(side.others, m.plan.stretches(set_number, m.header())));
+    const int span = static_cast<int>(ceil_div<int64_t>(side.others, m.plan.stretches(set_number, m.header())));
     const int kinds = set.in_turns ? 3 : 1;
     uint32_t* next = reinterpret_cast<uint32_t*>(to.entries) + first;
     for (int begin = 0; begin < side.others; begin += span) {
