@@ -17,6 +17,7 @@ _PUBLIC = {
     "MatMul": "ops",
     "Softmax": "ops",
     "block_sparse_attention": "ops",
+    "select_blocks": "ops",
     "selected_attention": "ops",
     "PackedIndex": "index",
     "WindowIndex": "index",
@@ -100,6 +101,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .ops import gather_attention as gather_attention
     from .ops import jagged_attention as jagged_attention
     from .ops import masked_attention as masked_attention
+    from .ops import select_blocks as select_blocks
     from .ops import selected_attention as selected_attention
     from .ops import sparse_attn as sparse_attn
     from .ops import sparse_matmul as sparse_matmul

@@ -6,7 +6,8 @@ autograd; call it in float64 to judge an implementation.
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from itertools import pairwise, product
 
 import torch
 
@@ -274,6 +275,66 @@ def selected_attention(
         query, key, value, everything, max(tokens, keys), scale, key_padding_mask=key_padding_mask, attn_mask=seen,
         sinks=sinks, return_lse=return_lse,
     )  # fmt: skip
+
+
+def select_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    block: int,
+    count: int,
+    score: str = "mean",
+    by_group: bool = False,
+    first: int = 0,
+    local: int = 1,
+    causal: bool = False,
+    query_offset: int = 0,
+    key_padding_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The blocks of keys that each query token takes, those that are forced before those that score highest.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, Hkv, S, D).
+        score: 'mean', the product with the mean of a block's keys, with which a causal query takes blocks that end
+            before its own; or 'max', the largest product with a key that it may see.
+        by_group: heads that share a key head choose together, by the sum of their scores.
+        first, local: forced blocks, from the beginning, and from the query's own backwards; forwards if not causal.
+        query_offset: the position of the first query.
+        key_padding_mask: bool (B or 1, S), True keeps.
+
+    Returns:
+        int64 (B, Hkv if by_group else H, T, count), -1 where there are fewer.
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import select_blocks
+        >>> query, key = torch.randn(1, 4, 60, 8), torch.randn(1, 2, 60, 8)
+        >>> select_blocks(query, key, block=16, count=2, causal=True)[0, 0, 20].tolist()
+        [1, 0]
+    """
+    (batch, heads, tokens, _), (_, key_heads, keys, _) = query.shape, key.shape
+    blocks, together = -(-keys // block), heads // key_heads
+    keep = torch.ones(1, keys, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+    keep = keep.expand(batch, -1)
+    chosen = torch.full((batch, key_heads if by_group else heads, tokens, count), -1)
+    for b, h, t in product(range(batch), range(chosen.shape[1]), range(tokens)):
+        own, found = (query_offset + t) // block, []
+        for number in range(blocks):
+            places = [j for j in range(number * block, min((number + 1) * block, keys)) if keep[b, j]]
+            forced = number < first or abs(own - number) < local
+            if not places or (causal and number > own) or (causal and score == "mean" and number == own and not forced):
+                continue
+            total = 0.0
+            for head in range(h * together, (h + 1) * together) if by_group else [h]:
+                q, k = query[b, head, t], key[b, head // together]
+                seen = [j for j in places if not causal or j <= query_offset + t]
+                products = [float(q @ k[j]) for j in seen]
+                total += float(q @ k[places].mean(0)) if score == "mean" else max(products, default=-math.inf)
+            if forced or total > -math.inf:
+                found.append((not forced, -total, number))
+        best = [number for _, _, number in sorted(found)][:count]
+        chosen[b, h, t, : len(best)] = torch.tensor(best, dtype=torch.long)
+    return chosen
 
 
 def bias_of_pairs(distance_bias: torch.Tensor, tokens: int, keys: int, query_offset: int = 0) -> torch.Tensor:

@@ -113,7 +113,7 @@ def selected_attention(
             any order, repeated ones once; -1 for none. With Hkv, heads that share a key head share its blocks, which
             costs least; with 1 all do. Blocks that are wholly ahead of a causal query are none, and so are those beyond
             the keys; but on the CPU, outside of graphs, these are an error.
-        block: 16, 32, 64 or 128 keys in a block. The last one may be short.
+        block: 16, 32, 64, 128, 256, 512 or 1024 keys in a block. The last one may be short.
         causal: query token i sees key tokens j <= i only, inside blocks too.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.

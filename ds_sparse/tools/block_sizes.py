@@ -4,7 +4,7 @@ from __future__ import annotations
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
-CHOSEN_BLOCK_SIZES = tuple(block for block in BLOCK_SIZES if block >= 16)
+CHOSEN_BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Of blocks that queries choose for themselves."""
 
 
