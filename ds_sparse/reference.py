@@ -295,9 +295,12 @@ def select_blocks(
     Args:
         query: (B, H, T, D).
         key: (B, Hkv, S, D).
+        block: keys in a block.
+        count: blocks that a token takes, with those that are forced.
         score: 'mean', the product with the mean of a block's keys, with which a causal query takes blocks that end
             before its own; or 'max', the largest product with a key that it may see.
         by_group: heads that share a key head choose together, by the sum of their scores.
+        causal: no block is taken that is wholly ahead of the query.
         first, local: forced blocks, from the beginning, and from the query's own backwards; forwards if not causal.
         query_offset: the position of the first query.
         key_padding_mask: bool (B or 1, S), True keeps.
