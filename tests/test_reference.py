@@ -220,3 +220,21 @@ def test_attention_drops_after_the_softmax():
     output, lse = reference.attention(query, key, value, layout, 8, dropout_p=0.5, dropout_seed=(3, 4), return_lse=True)
     torch.testing.assert_close(output, (probs * keep * 2) @ value)
     assert torch.equal(lse, reference.attention(query, key, value, layout, 8, return_lse=True)[1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_selected_attention_by_hand(causal: bool):
+    rng = seeded()
+    query, key, value = random(rng, 2, 4, 6, 3), random(rng, 2, 2, 9, 3), random(rng, 2, 2, 9, 3)
+    chosen, offset, sinks = torch.randint(-1, 4, (1, 2, 6, 2), generator=rng), torch.tensor([3, 1]), random(rng, 4)
+    output, lse = reference.selected_attention(
+        query, key, value, chosen, 3, causal, 0.7, sinks, query_offset=offset, return_lse=True
+    )
+    for b, h, t in itertools.product(range(2), range(4), range(6)):
+        blocks = set(chosen[0, h // 2, t].tolist())
+        seen = [s for s in range(9) if s // 3 in blocks and (not causal or s <= offset[b] + t)]
+        weights = [math.exp(0.7 * query[b, h, t] @ key[b, h // 2, s]) for s in seen]
+        total = sum(weights) + math.exp(sinks[h])
+        expected = sum((w * value[b, h // 2, s] / total for w, s in zip(weights, seen)), torch.zeros(3).double())
+        torch.testing.assert_close(output[b, h, t], expected)
+        assert math.isclose(lse[b, h, t], math.log(total))

@@ -54,6 +54,12 @@ def test_blocks_and_groups(device: str, heads: int, key_heads: int, block: int, 
         hold(attention_case(tensors, chosen, block, causal=of_heads == key_heads), device)
 
 
+@pytest.mark.parametrize("block", [256, 512, 1024])
+def test_large_blocks(device: str, block: int):
+    tensors = operands(2 * block + 5, 2, 1, batch=1, dtype=torch.float32)
+    hold(attention_case(tensors, chosen_blocks(1, 2, 2 * block + 5, 2, columns=3), block, causal=True), device)
+
+
 @pytest.mark.parametrize("depth", [8, 20, 64, 128, 136, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_sizes(device: str, depth: int, causal: bool):
@@ -334,8 +340,8 @@ REFUSED = [
     (ValueError, r"block_indices has shape \(2, 3, 70, 2\)", {"chosen": torch.zeros(2, 3, 70, 2).int()}),
     (ValueError, r"block_indices has shape \(2, 2, 70, 0\)", {"chosen": torch.zeros(2, 2, 70, 0).int()}),
     (ValueError, r"block_indices has shape \(2, 2, 69, 2\)", {"chosen": torch.zeros(2, 2, 69, 2).int()}),
-    (ValueError, "block is 8; selected_attention takes 16, 32, 64 and 128", {"block": 8}),
-    (ValueError, "block is 48; selected_attention takes 16, 32, 64 and 128", {"block": 48}),
+    (ValueError, "block is 8; selected_attention takes 16, 32, 64, 128, 256, 512 and 1024", {"block": 8}),
+    (ValueError, "block is 48; selected_attention takes 16, 32, 64, 128, 256, 512 and 1024", {"block": 48}),
     (ValueError, "query_offset is -1; it is the position of the first query", {"query_offset": -1}),
     (ValueError, "query_offset is -3; it is", {"query_offset": torch.tensor([4, -3])}),
     (ValueError, r"query_offset has shape \(3,\); it has to be an integer, or \(2,\)",
