@@ -167,7 +167,7 @@ class Problem(AttentionProblem):
     def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:
         shape, group = (1, case.heads, case.seq_len, case.head_dim), case.heads // case.groups
         super().__init__(shape, DTYPES[case.dtype], device, case.block, group=group)
-        self.case, self.columns = case, -(-case.seq_len // case.block)
+        self.case, self.dtype, self.columns = case, DTYPES[case.dtype], -(-case.seq_len // case.block)
         self.block_indices = case.block_indices().to(device)
 
     @cached_property
