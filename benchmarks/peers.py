@@ -1,5 +1,5 @@
-"""Packages that compute a case of `ds_sparse bench attention` or `packed` and are not torch's, and a learner's loop for
-`tokens`."""
+"""Packages that compute a case of `ds_sparse bench attention`, `packed` or `selected` and are not torch's, and a
+learner's loop for `tokens`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.plain_loop import plain_loop
-from ds_sparse.bench import attention, packed, tokens
+from ds_sparse.bench import attention, packed, selected, tokens
 from ds_sparse.bench.attention import Problem
 from ds_sparse.bench.flex import lists
 from ds_sparse.bench.reasons import Unsupported
@@ -17,7 +17,14 @@ from ds_sparse.bench.registry import Peer, tokens_first
 
 LOOP = "C++ loop"
 
-PACKAGES = ["triton", "flash-attn-4", "nvidia-cudnn-frontend", "fastvideo-kernel"]
+PACKAGES = [
+    "triton",
+    "flash-attn-4",
+    "nvidia-cudnn-frontend",
+    "fastvideo-kernel",
+    "flash-linear-attention",
+    "native-sparse-attention-triton",
+]
 """Packages whose versions are printed."""
 
 
@@ -131,6 +138,51 @@ def flash_attention_4_packed(problem: packed.Problem) -> Peer:
     return Peer(call, arranged=tokens_first, dense=not case.is_window)
 
 
+def flash_linear_attention(problem: selected.Problem) -> Peer:
+    """`flash-linear-attention`: NSA without its compressed branch and its window, which leaves the chosen blocks."""
+    case, group = problem.case, problem.group
+    if not case.causal:
+        raise Unsupported("causal only")
+    if group < 16 or group & (group - 1):
+        raise Unsupported("groups of 16 heads, or of 16 times a power of two, only")
+    from fla.ops.nsa import parallel_nsa
+
+    chosen = in_order(problem).transpose(1, 2).contiguous()
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        blocks: dict[str, Any] = {"block_indices": chosen, "block_counts": case.top, "block_size": case.block}
+        return parallel_nsa(query, key, value, **blocks).transpose(1, 2)
+
+    return Peer(call, arranged=tokens_first)
+
+
+def native_sparse_attention(problem: selected.Problem) -> Peer:
+    """`native-sparse-attention-triton`, of github.com/XunhaoLai: one document."""
+    case = problem.case
+    if not case.causal:
+        raise Unsupported("causal only")
+    if problem.dtype == torch.float32:
+        raise Unsupported("bf16 and fp16 only")
+    from native_sparse_attention.ops import topk_sparse_attention
+
+    chosen = in_order(problem)[0].contiguous()
+    edges = torch.tensor([0, case.seq_len], dtype=torch.int32, device=problem.device)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return topk_sparse_attention(query, key, value, chosen, case.block, edges).transpose(0, 1)[None]
+
+    return Peer(call, arranged=tokens_first)
+
+
+def in_order(problem: selected.Problem) -> Tensor:
+    """The chosen blocks of each token in ascending order, and -1 after them."""
+    chosen = problem.block_indices
+    ordered = chosen.where(chosen >= 0, problem.columns).sort(-1).values
+    return ordered.where(ordered < problem.columns, -1)
+
+
 def register() -> None:
     """Adds these to the peers of torch, and those that measure what ours does to what a GPU runs by default."""
     attention.OPERATION.peers.update(
@@ -144,7 +196,9 @@ def register() -> None:
     attention.DEFAULTS["cuda"] += ["fa4", "cudnn-frontend", "vsa"]
     packed.OPERATION.peers["fa4-varlen"] = flash_attention_4_packed
     packed.DEFAULTS["cuda"].insert(packed.DEFAULTS["cuda"].index("varlen") + 1, "fa4-varlen")
-    for operation in (attention.OPERATION, packed.OPERATION):
+    selected.OPERATION.peers.update({"fla": flash_linear_attention, "nsa-triton": native_sparse_attention})
+    selected.DEFAULTS["cuda"] += ["fla", "nsa-triton"]
+    for operation in (attention.OPERATION, packed.OPERATION, selected.OPERATION):
         operation.packages[:] = PACKAGES
     tokens.OPERATION.peers[LOOP] = lambda problem: Peer(
         plain_loop(problem.index), beside=tokens.DENSE, no_backward="forward only"

@@ -5,6 +5,7 @@ OPERATIONS = {
     "attention": "fused attention on live blocks",
     "window": "products, softmax and attention of windows",
     "packed": "attention over packed documents, windows too",
+    "selected": "attention of tokens that choose their blocks",
     "tokens": "attention over token pairs, step by step",
     "index": "what making an index costs",
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -84,13 +85,34 @@ def attention_by_pieces(operands: Sequence[Tensor], pieces: Iterable[Piece]) -> 
     return sums, terms
 
 
+def group_by_pieces(
+    operands: Sequence[Tensor], pieces: Callable[[], Iterable[Piece]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same of heads that share a key head: results of query are theirs one after the other, those of key and value
+    sums of all.
+
+    operands: query and the output's gradient (heads, T, D), key and value (1, T, D).
+    """
+    query, key, value, grad = operands
+    of_heads = [attention_by_pieces([q, key[0], value[0], g], pieces()) for q, g in zip(query, grad)]
+
+    def together(results: Iterable[list[Tensor]]) -> list[Tensor]:
+        rows, gradients, *shared = zip(*results)
+        return [torch.cat(rows), torch.cat(gradients), *(torch.stack(x).sum(0) for x in shared)]
+
+    sums, terms = map(together, zip(*of_heads))
+    return sums, terms
+
+
 class AttentionProblem(ABC):
     """Attention of a case on a device: operands, and exact results of some heads, computed when a peer needs them.
 
     Args:
-        shape: of query, key, value and the output's gradient.
+        shape: of query and the output's gradient.
         part: tokens whose errors are compared with those of plain PyTorch together.
-        places: (sequence, head) of those that are verified; None: the first and the last.
+        places: (sequence, head) of those that are verified, with all that share a key head with it; None: the first and
+            the last.
+        group: query heads that share a key head, and see the same keys.
 
     Attributes:
         inputs: query, key and value.
@@ -103,10 +125,12 @@ class AttentionProblem(ABC):
         device: torch.device,
         part: int,
         places: Sequence[tuple[int, int]] | None = None,
+        group: int = 1,
     ) -> None:
-        self.device, self.part = device, part
-        *self.inputs, self.grad = random_tensors(4, shape, dtype, device)
-        self.places = places or sorted({(0, 0), (shape[0] - 1, shape[1] - 1)})
+        self.device, self.part, self.group = device, part, group
+        query, key, value, self.grad = random_tensors(4, shape, dtype, device)
+        self.inputs = [query, *(x[:, ::group].contiguous() for x in (key, value))]
+        self.places = places or sorted({(0, 0), (shape[0] - 1, shape[1] - group)})
         self._known: dict[tuple[object, ...], list[tuple[list[Tensor], list[Tensor], list[Tensor]]]] = {}
 
     @abstractmethod
@@ -127,10 +151,14 @@ class AttentionProblem(ABC):
         results = [peer.as_row(x) for x in results]
         for (batch, head), exact in zip(self.places, self._exact(peer), strict=True):
             for what, mine, *others in zip(NAMES, results, *exact, strict=False):
-                tensors = [mine[batch, head], *others]
+                tensors = [self._of_group(mine[batch], head).flatten(0, 1), *others]
                 ours, plain, right, terms = (pad(x, (0, 0, 0, -len(x) % self.part)) for x in tensors)
                 place = f"{what}, batch {batch}, head {head}"
                 require_as_accurate(place, ours, plain, right, len(ours) // self.part, terms)
+
+    def _of_group(self, x: Tensor, head: int) -> Tensor:
+        """Those of (H or Hkv, T, D) that share a key head with a query head."""
+        return x.unflatten(0, (self.inputs[1].shape[1], -1))[head // self.group]
 
     def _exact(self, peer: Peer) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
         """For each of `places`: plain and exact results, and the sizes of the exact sums' terms."""
@@ -139,7 +167,8 @@ class AttentionProblem(ABC):
             tokens = None if peer.lengths is None else sum(peer.lengths)
             found = self._known[key] = []
             for batch, head in self.places:
-                mine = [x[batch, head, :tokens] for x in (*self.inputs, self.grad)]
-                plain, _ = attention_by_pieces(mine, self.pieces(head, peer))
-                found.append((plain, *attention_by_pieces([x.double() for x in mine], self.pieces(head, peer))))
+                mine = [self._of_group(x[batch, :, :tokens], head) for x in (*self.inputs, self.grad)]
+                pieces = partial(self.pieces, head, peer)
+                plain, _ = group_by_pieces(mine, pieces)
+                found.append((plain, *group_by_pieces([x.double() for x in mine], pieces)))
         return self._known[key]

@@ -212,7 +212,7 @@ def _attend_documents(
 def _attend(call: AttentionCall, selection: Selection, offset: int | Tensor, with_lse: bool) -> tuple[Tensor, ...]:
     """The same of a selection that fits the call, whose queries begin at the offset."""
     query, key, value, scale, causal, padding, *_, sinks, _ = call
-    head_dim, together = query.shape[3], _together(query.shape[1], key.shape[1], selection.heads)
+    head_dim, together = query.shape[3], heads_together(query.shape[1], key.shape[1], selection.heads)
     if padding is not None:
         padding = key_bias_of(padding, wide_dtype(query.dtype), key.shape[2], query.is_cuda)
     key, value = (readable(x) for x in distinct_when_traced(key, value))
@@ -230,7 +230,7 @@ def _attend(call: AttentionCall, selection: Selection, offset: int | Tensor, wit
     return (output, lse.transpose(2, 3).flatten(1, 2)) if with_lse else (output,)
 
 
-def _together(heads: int, key_heads: int, bits_heads: int) -> int:
+def heads_together(heads: int, key_heads: int, bits_heads: int) -> int:
     """How many neighbouring heads that see the same keys kernels take together: a power of two."""
     together = 1
     while together < MOST_TOGETHER and heads // key_heads % (2 * together) == heads // bits_heads % (2 * together) == 0:
@@ -243,7 +243,7 @@ def _lists(tiles: Tiles | None) -> tuple[Tensor | None, ...]:
     return (None,) * 4 if tiles is None else lists_of_tiles(tiles)
 
 
-def _chosen_by(
+def chosen_by(
     selection: Selection, query: Tensor, sides: Sequence[str], forced: str | None = None
 ) -> tuple[str, int, Selection]:
     """The implementation that runs, the height of the tiles that it walks, and the selection with those."""
@@ -254,7 +254,7 @@ def _chosen_by(
 
 def _run(selection, walk, numbers, query, key, value, bias, key_bias, *_):
     scale, causal, offset, offsets = numbers
-    name, tile, selection = _chosen_by(selection, query, SIDES[:1])
+    name, tile, selection = chosen_by(selection, query, SIDES[:1])
     return ops.selected_attention_forward.default(
         query, key, value, key_bias, selection.bits, offsets, offset, *_lists(selection.row_tiles), selection.heads,
         selection.block, tile, scale, causal, name,
@@ -266,7 +266,7 @@ def _gradients(selection, walk, numbers, wanted, forced, *tensors):
     if not any(wanted[:3]):
         return None, None, None, None
     scale, causal, offset, offsets = numbers
-    name, tile, selection = _chosen_by(selection, saved[2], SIDES, forced)
+    name, tile, selection = chosen_by(selection, saved[2], SIDES, forced)
     return *ops.selected_attention_backward.default(
         *saved, key_bias, selection.bits, offsets, offset, *_lists(selection.row_tiles),
         *_lists(selection.column_tiles), selection.heads, selection.block, tile, scale, causal,

@@ -22,6 +22,7 @@ def test_the_same_thing_has_the_same_name_in_all_operations(capsys):
         "attention": {"--peers", "--cases", "--break-even", "--growth", "--quick"},
         "window": sizes | {"--peers", "--window"},
         "packed": {"--peers", "--cases"},
+        "selected": {"--peers", "--cases"},
         "tokens": sizes | {"--peers", "--sparsity", "--pairs", "--profile"},
         "index": {"--peers", "--cases"},
     }
@@ -49,7 +50,9 @@ def test_a_wrong_value_is_a_sentence(capsys, line, sentence):
     assert stopped.value.code == 2 and not printed.out and sentence in printed.err
 
 
-@pytest.mark.parametrize(("name", "first"), [("attention", "fixed-16"), ("packed", "bigbird-2048")])
+@pytest.mark.parametrize(
+    ("name", "first"), [("attention", "fixed-16"), ("packed", "bigbird-2048"), ("selected", "msa-32k")]
+)
 def test_a_case_that_is_not_there_is_a_sentence(capsys, name, first):
     assert main(["bench", name, "--cases", "nothing-*"]) == 1
     assert f"--cases nothing-*: none of {first}, " in capsys.readouterr().err

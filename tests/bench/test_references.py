@@ -4,7 +4,7 @@ import torch
 from helpers import gradients, random, seeded
 
 from ds_sparse import reference
-from ds_sparse.bench.references import attention_by_pieces, block_rows, documents
+from ds_sparse.bench.references import attention_by_pieces, block_rows, documents, group_by_pieces
 
 
 def by_block_rows(query, key, value, grad, layout, block):
@@ -46,3 +46,16 @@ def test_documents_see_what_their_mask_lets_them():
     output = (query @ key.T * 8**-0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ value
     for ours, right in zip(sums, [output, *gradients(output, leaves, tensors[3])], strict=True):
         torch.testing.assert_close(ours, right)
+
+
+def test_heads_that_share_a_key_head_add_their_gradients():
+    rng, heads = seeded(), 3
+    query, grad = random(rng, heads, 13, 8), random(rng, heads, 13, 8)
+    key, value = random(rng, 1, 13, 8), random(rng, 1, 13, 8)
+    live = torch.ones(13, 13, dtype=torch.bool).tril()
+    sums, terms = group_by_pieces([query, key, value, grad], lambda: documents([13], lambda n: live))
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    output = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    for ours, right in zip(sums, [output, *gradients(output, leaves, grad)], strict=True):
+        torch.testing.assert_close(ours, right.flatten(0, 1))
+    assert all((size >= total.abs() - 1e-12).all() for size, total in zip(terms, sums, strict=True))

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from ds_sparse.bench import OPERATIONS, attention, index, matmul, packed, run, tokens, window
+from ds_sparse.bench import OPERATIONS, attention, index, matmul, packed, run, selected, tokens, window
 from ds_sparse.bench.cases import Case
 from ds_sparse.bench.floors import Ceilings
 from ds_sparse.bench.machine import BACKWARD, FORWARD, TRAIN
@@ -24,6 +24,10 @@ SMALL = {
         packed.Case("short-last", 100, "bigbird", 8, True, 384, 2, 16, "fp32"),
         ["ds_sparse", "unpacked", "padded", "sdpa-padded", "sdpa-mask"],
     ),
+    "selected": (
+        selected.Case("toy", 4, 2, 160, 16, 16, 4, "shared", True, "fp32"),
+        ["ds_sparse", "sdpa", "sdpa-mask"],
+    ),
     "tokens": (
         tokens.Case(96, 32, 2, 0.9, batch=2),
         ["masked", "gather", "jagged", "torch.sparse", "sparse_attn", "sdpa", "sdpa+mask"],
@@ -37,6 +41,7 @@ LINES = {
     "matmul": "matmul --layout fixed --block 16,32 --dtype fp32,bf16 --seq-len 128 --heads 2 --repeats 2",
     "window": "window --dtype fp32,bf16 --seq-len 64,100 --window 8 --heads 2 --repeats 2 --peers sdpa-mask",
     "packed": "packed --cases window-2048,window-corpus-causal --peers sdpa-padded --repeats 1",
+    "selected": "selected --cases msa-32k,encoder-32k --peers sdpa-mask --repeats 1",
     "tokens": "tokens --seq-len 64 --heads 2,1 --head-dim 16 --sparsity 75,99 --peers masked,gather,sparse_attn "
     "--repeats 2 --batch 2 --profile 1",
     "index": "index --cases layout-8k,documents-32k --repeats 1",
@@ -49,11 +54,12 @@ def shorter(monkeypatch):
     """A CPU's cases are cut even shorter."""
     monkeypatch.setattr(Case, "small", lambda case, **_: cut(case, heads=1, seq_len=1024))
     monkeypatch.setattr(packed.Case, "small", lambda case: cut_documents(case, heads=1, tokens=512))
+    monkeypatch.setattr(selected.Case, "small", lambda case: cut_choice(case, heads=2, seq_len=1024))
     monkeypatch.setattr(index, "ON_CPU", 1024)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
-cut, cut_documents = Case.small, packed.Case.small
+cut, cut_documents, cut_choice = Case.small, packed.Case.small, selected.Case.small
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -67,7 +73,7 @@ def test_every_peer_is_right_and_compared_with_the_others(measure, name):
         assert row.rounds == 3 and row.milliseconds > 0
         if row.dense:
             assert row.to_dense == pytest.approx(row.milliseconds / times[row.dense, row.direction])
-        if name in ("attention", "tokens"):
+        if name in ("attention", "selected", "tokens"):
             ours = times[operation(name).ours[0], row.direction]
             assert row.to_ours == pytest.approx(row.milliseconds / ours)
 
@@ -89,7 +95,7 @@ class Spoiled(torch.autograd.Function):
 def test_whoever_is_wrong_is_named_and_not_timed(measure, monkeypatch, name, backward):
     case, names = SMALL[name]
     entry = operation(name)
-    for wrong in (x for x in names if x in entry.ours or name in ("attention", "packed")):
+    for wrong in (x for x in names if x in entry.ours or name in ("attention", "packed", "selected")):
         right = entry.peers[wrong]
 
         def build(problem, right=right, wrong=wrong):
@@ -191,7 +197,8 @@ def test_a_run_is_written_and_printed_again(shorter, tmp_path, printed_again, na
     for row in written["rows"]:
         assert row.keys() == needed | case
         assert row["milliseconds"] or row["reason"]
-    names = {row["name"] for row in written["rows"]} if name in ("attention", "packed", "index") else {"-2k"}
+    named = ("attention", "packed", "selected", "index")
+    names = {row["name"] for row in written["rows"]} if name in named else {"-2k"}
     assert all(x.endswith(("-1k", "-0k", "-2k")) for x in names)
 
 
@@ -239,6 +246,7 @@ def on_cpu(run_case):
 @pytest.mark.parametrize("line", [
     "attention --cases bigbird-64 --peers ds_sparse,composition,cudnn,flash,flex",
     "packed --cases bigbird-corpus,window-2048 --peers padded,varlen,flex",
+    "selected --cases msa-8k,encoder-32k --peers cudnn,flash",
     "tokens --dtype bf16,fp32 --seq-len 512 --heads 2 --sparsity 90 --peers masked,sparse_attn,flex",
     "matmul --layout random-25 --block 32 --seq-len 512 --batch 2 --heads 2",
 ])  # fmt: skip

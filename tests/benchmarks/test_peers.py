@@ -4,13 +4,14 @@ import argparse
 import shutil
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks.peers import LOOP, lists_of_each_head
 from benchmarks.program import register
-from ds_sparse.bench import attention, packed, tokens
+from ds_sparse.bench import attention, packed, selected, tokens
 from ds_sparse.bench.cases import Case
 from ds_sparse.bench.machine import FORWARD, TRAIN
 from ds_sparse.bench.reasons import Unsupported
@@ -83,6 +84,60 @@ def test_flash_attention_4_is_called_as_it_wants_for_documents(monkeypatch, case
     peer = packed.OPERATION.peers["fa4-varlen"](problem)
     problem.verify("fa4-varlen", peer)
     assert called and peer.dense == (not case.is_window)
+
+
+CHOICE = selected.Case("", 32, 2, 96, 16, 16, 4, "random", True, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("fla", {"causal": False}, "causal only"),
+        ("fla", {"heads": 16}, "groups of 16 heads"),
+        ("fla", {"heads": 48}, "groups of 16 heads"),
+        ("nsa-triton", {"causal": False}, "causal only"),
+        ("nsa-triton", {}, "bf16 and fp16 only"),
+    ],
+)
+def test_what_a_peer_of_chosen_blocks_does_not_take(name, changes, reason):
+    problem = selected.Problem(replace(CHOICE, **changes), CPU, NONE)
+    with pytest.raises(Unsupported, match=reason):
+        selected.OPERATION.peers[name](problem)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fla", "fp32"), ("nsa-triton", "bf16")])
+def test_peers_of_chosen_blocks_are_called_as_they_want(monkeypatch, name, dtype):
+    """Stand-ins compute what these would with their arguments; they want numbers first, and -1 after them."""
+
+    def attend(query, key, value, chosen, block):
+        """(T, H, D), chosen (groups, T, k)."""
+        assert (chosen.diff() > 0).logical_or(chosen[..., 1:] == -1).all() and (chosen[..., 0] >= 0).all()
+        tokens = torch.arange(len(query))
+        live = (tokens[:, None] // block == chosen[:, :, None]).any(3) & (tokens <= tokens[:, None])
+        mask = live.repeat_interleave(query.shape[1] // key.shape[1], 0)
+        heads = (x.transpose(0, 1) for x in (query, key, value))
+        output = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+        return output.transpose(0, 1)
+
+    def fla(q, k, v, *, block_indices, block_counts, block_size):
+        assert block_counts == block_indices.shape[-1] and block_indices.shape[:3] == k.shape[:3]
+        return attend(q[0], k[0], v[0], block_indices[0].transpose(0, 1), block_size)[None]
+
+    def nsa(q, k, v, chosen, block, edges):
+        assert edges.tolist() == [0, len(q)] and edges.dtype == chosen.dtype == torch.int32
+        return attend(q, k, v, chosen, block)
+
+    modules = {
+        "fla": types.ModuleType("fla"),
+        "fla.ops": types.ModuleType("fla.ops"),
+        "fla.ops.nsa": types.SimpleNamespace(parallel_nsa=fla),
+        "native_sparse_attention": types.ModuleType("native_sparse_attention"),
+        "native_sparse_attention.ops": types.SimpleNamespace(topk_sparse_attention=nsa),
+    }
+    for module, stand_in in modules.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    problem = selected.Problem(replace(CHOICE, dtype=dtype), CPU, NONE)
+    problem.verify(name, selected.OPERATION.peers[name](problem))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
