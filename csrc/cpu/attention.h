@@ -104,6 +104,11 @@ static void mask_block(const AttentionRowStrip& strip, int64_t column, int64_t r
   int64_t block = strip.block;
   auto within = [&](int64_t token) { return Int(token < column ? 0 : at_most(token - column, block)); };
   Int global = within(strip.num_global);
+  // Of queries that are columns: whether they have chosen the block in which all of the strip's keys are.
+  const bool by_column = strip.chosen && strip.transposed;
+  Int has_chosen[chosen_rows];
+  for (int64_t c = 0; by_column && c < chosen_rows; ++c)
+    has_chosen[c] = c < columns && strip.chosen->has(column + c, strip.first) ? -1 : 0;
   for (int64_t r = 0; r < strip.rows; ++r, scores += block) {
     int64_t token = strip.first + r;
     Int begin = 0, end = Int(r < rows ? columns : 0), low = 0, high = Int(block);
@@ -128,11 +133,9 @@ static void mask_block(const AttentionRowStrip& strip, int64_t column, int64_t r
     for (int64_t c = 0; c < block; c += W) {
       Index at = lanes_from<Int, W>(Int(c));
       Index seen = (at >= begin) & (at < end) & ((at < global) | ((at >= low) & (at < high)));
+      if (by_column) seen &= load_raw<Index>(has_chosen + c);
       store<C, W>(scores + c, seen ? load<C, W>(scores + c) : broadcast<C, W>(-infinity<C>));
     }
-    if (strip.chosen && strip.transposed && r < rows)
-      for (int64_t c = 0; c < columns; ++c)
-        if (!strip.chosen->has(column + c, token)) scores[c] = -infinity<C>;
     if (r < rows && strip.causal && strip.places) {
       const int32_t* places = strip.places + column;
       int32_t place = strip.places[token];

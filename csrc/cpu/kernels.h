@@ -71,6 +71,9 @@ struct SoftmaxRows {
   int num_biases;
 };
 
+// Rows of queries that have chosen for themselves in a row strip; or backward, in a block of the other side.
+constexpr int64_t chosen_rows = 16;
+
 // Blocks of keys that queries have chosen for themselves: of query row r, word n / 32 of token r / rows_of_token has
 // block n in bit n % 32. Causality goes by positions, the first token's being `offset`.
 struct ChosenBlocks {

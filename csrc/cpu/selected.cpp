@@ -18,6 +18,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../implementation.h"
 #include "arguments.h"
 #include "memory.h"
 #include "operands.h"
@@ -27,10 +28,10 @@ namespace ds_sparse::cpu {
 
 namespace {
 
-constexpr int64_t strip_rows = 16;  // of queries; a block of the other side backward
+constexpr int64_t strip_rows = chosen_rows;
 
 // Parts of the backward pass: as many as keep any number of threads busy, while their gradients of keys and values, in
-// fp32, stay below this.
+// fp32, stay below this, or below as many of queries.
 constexpr int64_t backward_chunks = 64, backward_bytes = int64_t{256} << 20;
 
 // Row strips of queries that are packed at a time.
@@ -89,16 +90,26 @@ struct Shape {
   int64_t heads_of_key() const { return heads / key_heads; }
 };
 
+int64_t position_of(const SelectedCall& call, int64_t b) {
+  if (!call.offsets) return call.offset;
+  const Tensor& given = *call.offsets;
+  const int64_t at = given.size(0) == 1 ? 0 : b * given.stride(0);
+  return given.scalar_type() == ScalarType::Long ? pointer<int64_t>(given)[at] : pointer<int32_t>(given)[at];
+}
+
+void check_positions(const SelectedCall& call) {
+  for (int64_t b = 0; b < call.batch(); ++b) {
+    const int64_t position = position_of(call, b);
+    check(position >= 0 && position <= INT32_MAX, "offsets has ", position, "; it has to be 0 or more, below 2**31.");
+  }
+}
+
 ChosenBlocks chosen_of(const SelectedCall& call, int64_t b, int64_t head) {
   const int64_t words = call.bits.size(2) / 4,
                 of = (call.by_sequence() ? b * call.bits_heads : 0) + head / (call.heads() / call.bits_heads);
-  int64_t offset = call.offset;
-  if (call.offsets) {
-    const Tensor& given = *call.offsets;
-    const int64_t at = given.size(0) == 1 ? 0 : b * given.stride(0);
-    offset = given.scalar_type() == ScalarType::Long ? pointer<int64_t>(given)[at] : pointer<int32_t>(given)[at];
-  }
-  return {pointer<uint32_t>(call.bits) + of * call.tokens() * words, words, call.rows_of_token(), call.block, offset};
+  return {
+      pointer<uint32_t>(call.bits) + of * call.tokens() * words, words, call.rows_of_token(), call.block,
+      position_of(call, b)};
 }
 
 // The blocks that some of a strip's queries have chosen, and see a token of.
@@ -253,10 +264,10 @@ void backward(
   const int64_t matrices = shape.batch * shape.key_heads, padded_keys = shape.columns * block,
                 own_rows = std::min<int64_t>(block, 128), size = padded_keys * width;
   const int64_t all_strips = shape.heads_of_key() * shape.strips;
+  const int64_t of_chunk = std::max<int64_t>(1, matrices * 2 * size * int64_t{sizeof(C)}),
+                of_queries = shape.batch * shape.heads * shape.rows * width * int64_t{sizeof(C)};
   const int64_t chunks = std::clamp<int64_t>(
-      std::min(
-          backward_chunks / matrices, backward_bytes / std::max<int64_t>(1, matrices * 2 * size * int64_t{sizeof(C)})),
-      1, all_strips);
+      std::min(backward_chunks / matrices, std::max(backward_bytes, of_queries) / of_chunk), 1, all_strips);
   // Keys and values as rows, and keys as dense rows too, of all matrices.
   const int64_t packed = size / P;
   Buffer<O> keys(matrices * packed), values(matrices * packed), dense_keys(P == 1 ? 0 : matrices * packed);
@@ -375,16 +386,18 @@ void backward(
 std::tuple<Tensor, Tensor, Tensor> selected_forward(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> key_bias, Tensor bits, std::optional<Tensor> offsets,
     int64_t offset, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>,
-    int64_t bits_heads, int64_t block, int64_t tile, double scale, bool causal, std::string) {
+    int64_t bits_heads, int64_t block, int64_t tile, double scale, bool causal, std::string implementation) {
   const SelectedCall call{query, key, value, key_bias, bits, offsets, offset, bits_heads, block, scale, causal};
+  check_implementation(implementation, "cpu");
   call.check_all(tile);
+  check_positions(call);
   Tensor output = fresh(empty_in_order_of(query));
   const int64_t sizes[] = {call.batch(), call.heads(), call.tokens(), call.rows_of_token(), 2};
   Tensor lse = empty_on(query, {sizes, 4}, lse_type(query)), rows = empty_on(query, {sizes, 5}, lse_type(query));
   if (lse.numel() == 0) return {output, lse, rows};
   for_dtype(query.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    for_multiplicands<T>(strip_rows, [&](auto* multiplicand) {
+    for_multiplicands<T>(std::min(block, strip_rows), [&](auto* multiplicand) {
       forward<T, std::remove_pointer_t<decltype(multiplicand)>>(call, output, lse, rows);
     });
   });
@@ -396,9 +409,11 @@ std::tuple<Tensor, Tensor, Tensor> selected_backward(
     Tensor rows, std::optional<Tensor> key_bias, Tensor bits, std::optional<Tensor> offsets, int64_t offset,
     std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>,
     std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, int64_t bits_heads, int64_t block,
-    int64_t tile, double scale, bool causal, bool, std::string) {
+    int64_t tile, double scale, bool causal, bool, std::string implementation) {
   const SelectedCall call{query, key, value, key_bias, bits, offsets, offset, bits_heads, block, scale, causal};
+  check_implementation(implementation, "cpu");
   call.check_all(tile);
+  check_positions(call);
   call.check_results(grad_output, grad_lse, output, rows);
   Tensor grad_query = fresh(empty_in_order_of(query)), grad_key = fresh(empty_in_order_of(key)),
          grad_value = fresh(empty_in_order_of(value));
@@ -408,7 +423,7 @@ std::tuple<Tensor, Tensor, Tensor> selected_backward(
   }
   for_dtype(query.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    for_multiplicands<T>(strip_rows, [&](auto* multiplicand) {
+    for_multiplicands<T>(std::min(block, strip_rows), [&](auto* multiplicand) {
       backward<T, std::remove_pointer_t<decltype(multiplicand)>>(
           call, {grad_output, grad_lse, output, rows}, grad_query, grad_key, grad_value);
     });

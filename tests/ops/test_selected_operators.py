@@ -145,7 +145,7 @@ def test_rows_of_a_token(group: int, dtype: torch.dtype, causal: bool):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block", [16, 32, 64, 128, 256, 1024])
+@pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256, 1024])
 def test_block_sizes(block: int, dtype: torch.dtype):
     """The last block is short, and the end of the keys falls within what kernels take at once."""
     case = given(1, tokens=9, group=4, keys=2 * block + 7, block=block, dtype=dtype, chance=0.6)
@@ -317,6 +317,8 @@ REFUSED = {
     "block has to be a power of two": {"block": 24},
     "offset has to be 0 or more": {"offset": -1},
     "offsets has to have one number, or one a sequence": {"offsets": torch.zeros(3, dtype=torch.int32)},
+    "offsets has -3; it has to be 0 or more": {"offsets": torch.tensor([4, -3])},
+    "implementation is": {"implementation": "portable"},
     "offsets has to be int32 or int64": {"offsets": torch.zeros(2)},
     "key_bias has size 3": {"key_bias": torch.zeros(3, 90)},
     "key_bias has a dtype": {"key_bias": torch.zeros(2, 90, dtype=torch.bool)},
