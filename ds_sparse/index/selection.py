@@ -43,8 +43,13 @@ class Selection:
     def of_blocks(cls, block_indices: Tensor, block: int, columns: int) -> Selection:
         """The selection of block_indices (B or 1, L, T, k), int32 or int64; what is no number of a block is none."""
         sequences, heads, tokens, listed = block_indices.shape
-        bits = bits_of_blocks(block_indices.flatten(0, 1), columns)
-        return cls(bits, block, heads, columns, sequences * heads * tokens * min(listed, columns))
+        capacity = sequences * heads * tokens * min(listed, columns)
+        if capacity >= 2**31:
+            raise ValueError(
+                f"block_indices has {capacity} numbers of blocks; attention takes fewer than 2**31. Use "
+                "larger blocks, or fewer of them."
+            )
+        return cls(bits_of_blocks(block_indices.flatten(0, 1), columns), block, heads, columns, capacity)
 
     @property
     def device(self) -> torch.device:
@@ -178,6 +183,6 @@ def check_numbers(block_indices: Tensor, block: int, columns: int) -> None:
         sequence, head, token, place = beyond.nonzero()[0].tolist()
         raise ValueError(
             f"block_indices names block {int(block_indices[sequence, head, token, place])} for token {token} of "
-            f"sequence {sequence}, head {head}, and the keys are {columns} blocks of {block}; give numbers below that, "
-            "and -1 for none."
+            f"sequence {sequence}, head {head}, and the keys fill blocks up to number "
+            f"{columns - 1}, of {block} each; give numbers up to that, and -1 for none."
         )

@@ -14,9 +14,9 @@ from ..index.selection import AlignedDocuments
 from ..index.transforms import unwrap_functorch
 from ..tools.block_sizes import CHOSEN_BLOCK_SIZES
 from ..tools.wording import listed
-from ._library import check_inputs
-from .packed_operands import row_of
-from .query_offset import position_of
+from ._library import check_alike, check_inputs
+from .packed_operands import check_row, packed_operands
+from .query_offset import in_own_dtype, position_of
 
 SCORES = ("mean", "max")
 
@@ -69,7 +69,7 @@ def select_blocks(
         query: (B, H, T, D), fp16, bf16, fp32 or fp64.
         key: (B, Hkv, S, D), H a multiple of Hkv.
         block: 16, 32, 64, 128, 256, 512 or 1024 keys in a block.
-        count: how many blocks a token takes, with those that are forced.
+        count: how many blocks a token takes, with those that are forced, and no fewer than these.
         score: of a block: 'mean', the product of the query and the mean of the block's keys, with which a causal query
             takes blocks that end before its own, and what is forced; or 'max', the largest product of the query and a
             key that it may see.
@@ -89,8 +89,8 @@ def select_blocks(
         is taken is not said.
 
     Raises:
-        TypeError: operands that are no tensors; numbers that are no integers; a mask that is not bool.
-        ValueError: shapes, a block, score or count that do not fit.
+        TypeError: operands that are no tensors; a mask that is not bool.
+        ValueError: shapes, dtypes, devices, a block, score or number that do not fit.
 
     Examples:
         >>> import torch
@@ -102,24 +102,38 @@ def select_blocks(
         >>> ds_sparse.selected_attention(query, key, value, chosen, 16, causal=True).shape
         torch.Size([1, 8, 256, 32])
     """
-    check_inputs(query=query, key=key)
-    if block not in CHOSEN_BLOCK_SIZES:
+    check_inputs(query=query, key=key, key_padding_mask=key_padding_mask)
+    if not isinstance(block, int) or block not in CHOSEN_BLOCK_SIZES:
         raise ValueError(f"block is {block!r}; select_blocks takes {listed(CHOSEN_BLOCK_SIZES, 'and')}.")
     if score not in SCORES:
         raise ValueError(f"score is {score!r}; it has to be {listed(SCORES, 'or')}.")
     for name, number, least in (("count", count, 1), ("first", first, 0), ("local", local, 0)):
         if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
             raise ValueError(f"{name} is {number!r}; it has to be an integer of {least} or more.")
+    forced = first + (local if causal else max(0, 2 * local - 1))
+    if count < forced:
+        raise ValueError(f"count is {count}, and {forced} blocks are forced by first and local; give that or more.")
     tokens_first = cu_seqlens is not None and query.dim() == 3
     query, key = (unwrap_functorch(name, x, needs_values=False) for name, x in (("query", query), ("key", key)))
-    query, key = row_of(query, key, key, cu_seqlens)[:2] if tokens_first else (query, key)
+    check_alike(query=query, key=key)
+    if cu_seqlens is not None:
+        row = packed_operands(query, key, key, cu_seqlens)
+        query, key = row.query, row.key
+        check_row(query, key, key)
     if query.dim() != 4 or key.dim() != 4 or query.shape[3] != key.shape[3] or len(query) != len(key):
         raise ValueError(
             f"query is {tuple(query.shape)} and key {tuple(key.shape)}; they have to be (B, H, T, D) and "
             "(B, Hkv, S, D), or of packed documents (T, H, D) and (T, Hkv, D)."
         )
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(f"query has {query.shape[1]} heads, and key {key.shape[1]}; they have to be a multiple.")
+        raise ValueError(
+            f"query has {query.shape[1]} heads, and key {key.shape[1]}; they have to be a multiple of these."
+        )
+    if query.shape[2] == 0 or key.shape[2] == 0:
+        raise ValueError(f"query has {query.shape[2]} tokens, and key {key.shape[2]}; both need one or more.")
+    if len(query) == 0:
+        heads = key.shape[1] if by_group else query.shape[1]
+        return query.new_empty(0, heads, query.shape[2], count, dtype=torch.int32)
     if cu_seqlens is None:
         places = _places(query, key, block, query_offset, key_padding_mask)
     elif key_padding_mask is not None or isinstance(query_offset, Tensor) or query_offset != 0:
@@ -127,7 +141,8 @@ def select_blocks(
     else:
         check_form(cu_seqlens)
         places = _places_of_documents(query, key, block, cu_seqlens)
-    chosen = torch.cat(list(_chosen(query, places, count, score, by_group, first, local, causal)), dim=2)
+    with in_own_dtype(query):
+        chosen = torch.cat(list(_chosen(query, places, count, score, by_group, first, local, causal)), dim=2)
     return chosen[0].transpose(0, 1) if tokens_first else chosen
 
 
@@ -136,12 +151,14 @@ def _places(query: Tensor, key: Tensor, block: int, query_offset: int | Tensor, 
     keys, blocks = key.shape[2], -(-key.shape[2] // block)
     if mask is None:
         exists = torch.ones(1, keys, dtype=torch.bool, device=key.device)
+    elif mask.device != key.device:
+        raise ValueError(f"key_padding_mask is on {mask.device} and key on {key.device}; move it there.")
     elif mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask is {mask.dtype}; select_blocks takes a bool one, True for keys that count.")
     elif mask.dim() != 2 or mask.shape[1] != keys or mask.shape[0] not in (1, batch):
         raise ValueError(f"key_padding_mask is {tuple(mask.shape)}; it has to be ({batch} or 1, {keys}).")
     else:
-        exists = mask.to(key.device)
+        exists = mask
         key = key.where(exists[:, None, :, None], 0)
     more = blocks * block - keys
     key = torch.nn.functional.pad(key, (0, 0, 0, more)).unflatten(2, (blocks, block))

@@ -109,6 +109,8 @@ def position_of(offset: Offset, batch: int, tokens: int, reads: bool) -> tuple[O
         raise TypeError(f"query_offset is {what}; it has to be an integer, or int32 or int64 numbers, one a sequence.")
     if min(offsets) < 0:
         raise ValueError(f"query_offset is {min(offsets)}; it is the position of the first query, 0 or more.")
+    if max(offsets) >= 2**31:
+        raise ValueError(f"query_offset is {max(offsets)}; a position is below 2**31.")
     return offset if len(set(offsets)) > 1 else offsets[0], range(min(offsets), max(offsets) + tokens)
 
 
@@ -139,7 +141,7 @@ def attention_at(call: AttentionCall, offset: Offset, parts: Parts, device: torc
         return _decoded(call, parts.bits(device), parts.block, offset)
     call = call.with_wide_gradients()
     if call.query.shape[2] <= FEW_QUERIES:
-        with _in_own_dtype(call.query):
+        with in_own_dtype(call.query):
             return _gathered(call.differentiable_once("block_sparse_attention"), offset, parts, device)
     if not isinstance(offset, Tensor):
         return _in_blocks(call, offset, parts, device)
@@ -221,7 +223,7 @@ def window_at(
     seen = away.abs() <= of_heads[:, None, None]
     seen = seen & (away <= 0) if call.causal else seen
     seen, bias = seen[None], torch.zeros((), dtype=wide_dtype(query.dtype), device=device)
-    with _in_own_dtype(query):
+    with in_own_dtype(query):
         if call.key_padding_mask is not None:
             of_keys = key_bias_of(call.key_padding_mask, bias.dtype, keys, True)[:, None, None]
             seen, bias = _with_bias(seen, bias, of_keys)
@@ -246,7 +248,7 @@ def check_window_offset(offset: object, tokens: int, keys: int) -> int:
     return int(offset)
 
 
-def _in_own_dtype(query: Tensor) -> AbstractContextManager:
+def in_own_dtype(query: Tensor) -> AbstractContextManager:
     """Without autocast, which casts products of fp32."""
     kind = query.device.type
     casts = kind != "meta" and torch.is_autocast_enabled(kind)

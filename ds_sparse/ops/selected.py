@@ -161,7 +161,7 @@ def selected_attention(
     call = AttentionCall.checked(
         *given, scale, causal, key_padding_mask, None, None, None, sinks, 0.0, "selected_attention_forward"
     )
-    if block not in CHOSEN_BLOCK_SIZES:
+    if not isinstance(block, int) or block not in CHOSEN_BLOCK_SIZES:
         raise ValueError(f"block is {block!r}; selected_attention takes {listed(CHOSEN_BLOCK_SIZES, 'and')}.")
     if row is not None:
         check_row(*call[:3])
