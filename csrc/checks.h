@@ -75,6 +75,19 @@ inline void check_contiguous(const Tensor& x, const char* name) {
   check(x.is_contiguous(), name, " has to be contiguous.");
 }
 
+// The positions of sequences' first queries: of each, or of all; none: `offset`.
+inline void check_query_offsets(const std::optional<Tensor>& offsets, int64_t offset, const Tensor& query) {
+  check(offset >= 0 && offset <= INT32_MAX, "offset has to be 0 or more and below 2**31, got ", offset, ".");
+  if (!offsets) return;
+  check_dim(*offsets, 1, "offsets");
+  check(
+      offsets->size(0) == 1 || offsets->size(0) == query.size(0), "offsets has to have one number, or one a sequence.");
+  check(
+      offsets->scalar_type() == ScalarType::Int || offsets->scalar_type() == ScalarType::Long,
+      "offsets has to be int32 or int64.");
+  check(offsets->device() == query.device(), "offsets has to be on the device of the other arguments.");
+}
+
 inline void check_list(const Tensor& x, const Tensor& other, const char* name) {
   check_dim(x, 1, name);
   check(x.scalar_type() == ScalarType::Int, name, " has to be int32.");

@@ -93,15 +93,8 @@ struct DecodeCall {
           rows() > 0 && keys() <= row_words() * 32 * block,
           "bits has to have one row at least, and a block for each of the ", keys(), " keys.");
     }
-    check(offset >= 0 && offset <= INT32_MAX, "offset has to be 0 or more and below 2**31, got ", offset, ".");
-    if (offsets) {
-      check_dim(*offsets, 1, "offsets");
-      check(offsets->size(0) == 1 || offsets->size(0) == batch(), "offsets has to have one number, or one a sequence.");
-      check(
-          offsets->scalar_type() == ScalarType::Int || offsets->scalar_type() == ScalarType::Long,
-          "offsets has to be int32 or int64.");
-      check(offsets->device() == query.device(), "offsets has to be on the device of the other arguments.");
-    } else {
+    check_query_offsets(offsets, offset, query);
+    if (!offsets) {
       check(
           offset + tokens() <= rows() * block, "the last query is at ", offset + tokens() - 1,
           ", and bits has rows for ", rows() * block, " tokens.");

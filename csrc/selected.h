@@ -50,15 +50,7 @@ struct SelectedCall {
         " of bits; it has to be a divisor of the first, and the second or what each sequence has of it.");
     check_size(bits, 1, tokens(), "bits");
     check(keys() <= bits.size(2) * 8 * block, "bits has to have a block for each of the ", keys(), " keys.");
-    check(offset >= 0 && offset <= INT32_MAX, "offset has to be 0 or more and below 2**31, got ", offset, ".");
-    if (offsets) {
-      check_dim(*offsets, 1, "offsets");
-      check(offsets->size(0) == 1 || offsets->size(0) == batch(), "offsets has to have one number, or one a sequence.");
-      check(
-          offsets->scalar_type() == ScalarType::Int || offsets->scalar_type() == ScalarType::Long,
-          "offsets has to be int32 or int64.");
-      check(offsets->device() == query.device(), "offsets has to be on the device of the other arguments.");
-    }
+    check_query_offsets(offsets, offset, query);
   }
 
   void check_results(

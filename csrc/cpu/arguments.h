@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -18,6 +19,13 @@ namespace ds_sparse::cpu {
 template <class T>
 const T* pointer(const Tensor& x) {
   return static_cast<const T*>(x.const_data_ptr());
+}
+
+// The position of a sequence's first query, by offsets that have been checked.
+inline int64_t query_offset_of(const std::optional<Tensor>& offsets, int64_t offset, int64_t b) {
+  if (!offsets) return offset;
+  const int64_t at = offsets->size(0) == 1 ? 0 : b * offsets->stride(0);
+  return offsets->scalar_type() == ScalarType::Long ? pointer<int64_t>(*offsets)[at] : pointer<int32_t>(*offsets)[at];
 }
 
 // Offsets that cut `entries` entries into block rows, one after the other.

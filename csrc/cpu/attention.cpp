@@ -65,14 +65,6 @@ constexpr int64_t backward_tasks = 64;
 // ... but no less than this, as each has its own packed queries and sums.
 constexpr int64_t backward_cost = 128 * task_cost;
 
-// While it lives, the thread that made it may call the kernels of attention.
-template <class T, class O>
-struct InAttention {
-  InAttention() { products<T, O>().begin_attention(); }
-  InAttention(const InAttention&) = delete;
-  ~InAttention() { products<T, O>().end_attention(); }
-};
-
 // The block rows as pieces of strip_rows tokens, where a score costs `cost`.
 Pieces cut_row_strips(const Attention& attention, const BlockLists& lists, int64_t batch, int64_t cost) {
   Pieces pieces;

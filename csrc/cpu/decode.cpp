@@ -25,11 +25,8 @@ namespace {
 std::vector<int64_t> positions_of(const DecodeCall& call) {
   std::vector<int64_t> positions(call.batch(), call.offset);
   if (!call.offsets) return positions;
-  const Tensor& given = *call.offsets;
-  const int64_t stride = given.size(0) == 1 ? 0 : given.stride(0);
   for (int64_t b = 0; b < call.batch(); ++b) {
-    positions[b] = given.scalar_type() == ScalarType::Long ? pointer<int64_t>(given)[b * stride]
-                                                           : pointer<int32_t>(given)[b * stride];
+    positions[b] = query_offset_of(call.offsets, call.offset, b);
     check(
         positions[b] >= 0 && positions[b] <= call.rows() * call.block - call.tokens(), "offsets has ", positions[b],
         ", and bits has rows for ", call.rows() * call.block, " tokens.");

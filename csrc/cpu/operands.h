@@ -43,6 +43,14 @@ void for_multiplicands(int64_t block, const F& f) {
   for_multiplicands<T>(f);
 }
 
+// While it lives, the thread that made it may call the kernels of attention.
+template <class T, class O>
+struct InAttention {
+  InAttention() { products<T, O>().begin_attention(); }
+  InAttention(const InAttention&) = delete;
+  ~InAttention() { products<T, O>().end_attention(); }
+};
+
 // Multiplicands of O of `depth` numbers of T: as many as there are, or up to a multiple of lanes.
 template <class T, class O>
 int64_t multiplicands_of(int64_t depth) {

@@ -37,14 +37,6 @@ constexpr int64_t backward_chunks = 64, backward_bytes = int64_t{256} << 20;
 // Row strips of queries that are packed at a time.
 constexpr int64_t packed_strips = 256;
 
-// While it lives, the thread that made it may call the kernels of attention.
-template <class T, class O>
-struct InAttention {
-  InAttention() { products<T, O>().begin_attention(); }
-  InAttention(const InAttention&) = delete;
-  ~InAttention() { products<T, O>().end_attention(); }
-};
-
 // Rows of queries, (B, H, T, g, D), numbered t * g + i.
 template <class T>
 struct Rows {
@@ -90,16 +82,9 @@ struct Shape {
   int64_t heads_of_key() const { return heads / key_heads; }
 };
 
-int64_t position_of(const SelectedCall& call, int64_t b) {
-  if (!call.offsets) return call.offset;
-  const Tensor& given = *call.offsets;
-  const int64_t at = given.size(0) == 1 ? 0 : b * given.stride(0);
-  return given.scalar_type() == ScalarType::Long ? pointer<int64_t>(given)[at] : pointer<int32_t>(given)[at];
-}
-
 void check_positions(const SelectedCall& call) {
   for (int64_t b = 0; b < call.batch(); ++b) {
-    const int64_t position = position_of(call, b);
+    const int64_t position = query_offset_of(call.offsets, call.offset, b);
     check(position >= 0 && position <= INT32_MAX, "offsets has ", position, "; it has to be 0 or more, below 2**31.");
   }
 }
@@ -109,7 +94,7 @@ ChosenBlocks chosen_of(const SelectedCall& call, int64_t b, int64_t head) {
                 of = (call.by_sequence() ? b * call.bits_heads : 0) + head / (call.heads() / call.bits_heads);
   return {
       pointer<uint32_t>(call.bits) + of * call.tokens() * words, words, call.rows_of_token(), call.block,
-      position_of(call, b)};
+      query_offset_of(call.offsets, call.offset, b)};
 }
 
 // The blocks that some of a strip's queries have chosen, and see a token of.

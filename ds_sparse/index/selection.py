@@ -15,7 +15,7 @@ from .tiles import Tiles
 from .transforms import outside_transforms_or_traced, unwrap_functorch
 
 ROW_BLOCK = 16
-"""Rows of a block row: those that a warp has."""
+"""Rows of a block row, those that a warp has: kChosenRowBlock in csrc/attention_call.h."""
 
 
 @dataclass(frozen=True, eq=False)

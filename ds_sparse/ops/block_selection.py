@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..index.packed import check_form
 from ..index.selection import AlignedDocuments
 from ..index.transforms import unwrap_functorch
 from ..tools.block_sizes import CHOSEN_BLOCK_SIZES
@@ -139,7 +138,6 @@ def select_blocks(
     elif key_padding_mask is not None or isinstance(query_offset, Tensor) or query_offset != 0:
         raise ValueError("cu_seqlens goes without key_padding_mask and query_offset; leave them out.")
     else:
-        check_form(cu_seqlens)
         places = _places_of_documents(query, key, block, cu_seqlens)
     with in_own_dtype(query):
         chosen = torch.cat(list(_chosen(query, places, count, score, by_group, first, local, causal)), dim=2)
@@ -190,6 +188,9 @@ def _chosen(
     numbers = torch.arange(blocks, device=query.device)
     any_key = exists.any(3).unsqueeze(2)
     step = max(1, CHUNK // max(1, batch * heads * of_keys.shape[2]))
+    # A GPU multiplies 16 bits into fp32.
+    if not query.is_cuda or torch.compiler.is_compiling():
+        of_keys = of_keys.to(torch.promote_types(query.dtype, torch.float32))
     for begin in range(0, tokens, step):
         some = slice(begin, begin + step)
         position, low, end = places.position[:, :, some], places.first[:, :, some], places.end[:, :, some]
@@ -199,8 +200,7 @@ def _chosen(
             sees = exists.flatten(2).unsqueeze(2)
             if causal:
                 sees = sees & (torch.arange(blocks * block, device=query.device) <= position)
-            sees = sees.unsqueeze(1) if scores.dim() == 5 else sees
-            scores = scores.masked_fill(~sees, -torch.inf).unflatten(-1, (blocks, block)).amax(-1)
+            scores = scores.masked_fill(~sees.unsqueeze(1), -torch.inf).unflatten(-1, (blocks, block)).amax(-1)
         scores = scores.sum(2) if by_group else scores.flatten(1, 2)
         is_there = any_key & (numbers >= low) & (numbers < end) & ((numbers <= own) | (not causal))
         forced = (numbers < low + first) | ((own - numbers).abs() < local)
@@ -218,13 +218,12 @@ def _means(key: Tensor, exists: Tensor) -> Tensor:
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
-    """query @ key^T in fp32 or wider, (B, Hkv, H / Hkv, tokens, keys)."""
+    """query @ key^T in fp32 or wider, as key is unless it is narrow: (B, Hkv, H / Hkv, tokens, keys)."""
     batch, heads, tokens, _ = query.shape
     together = heads // key.shape[1]
     rows = query.unflatten(1, (-1, together)).flatten(2, 3)  # a key head's
-    if query.is_cuda and query.element_size() == 2 and not torch.compiler.is_compiling():
+    if key.element_size() == 2:
         products = torch.bmm(rows.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=torch.float32)
     else:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        products = rows.flatten(0, 1).to(wide) @ key.flatten(0, 1).to(wide).mT
+        products = rows.flatten(0, 1).to(key.dtype) @ key.flatten(0, 1).mT
     return products.view(batch, -1, together, tokens, key.shape[2])
