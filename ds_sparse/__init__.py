@@ -17,8 +17,9 @@ _PUBLIC = {
     "MatMul": "ops",
     "Softmax": "ops",
     "block_sparse_attention": "ops",
-    "select_blocks": "ops",
     "selected_attention": "ops",
+    "select_blocks": "ops",
+    "select_blocks_by_compression": "ops",
     "PackedIndex": "index",
     "WindowIndex": "index",
     "window_matmul": "ops",
@@ -101,7 +102,6 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .ops import gather_attention as gather_attention
     from .ops import jagged_attention as jagged_attention
     from .ops import masked_attention as masked_attention
-    from .ops import select_blocks as select_blocks
     from .ops import selected_attention as selected_attention
     from .ops import sparse_attn as sparse_attn
     from .ops import sparse_matmul as sparse_matmul
@@ -110,6 +110,8 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .ops import unwindow_matmul as unwindow_matmul
     from .ops import window_matmul as window_matmul
     from .ops import window_softmax as window_softmax
+    from .ops.block_selection import select_blocks as select_blocks
+    from .ops.block_selection import select_blocks_by_compression as select_blocks_by_compression
     from .ops.window_attention import window_attention as window_attention
     from .sequence import SequenceParallelAttention as SequenceParallelAttention
     from .sequence import sequence_batches as sequence_batches

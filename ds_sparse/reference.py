@@ -6,7 +6,7 @@ autograd; call it in float64 to judge an implementation.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from itertools import pairwise, product
 
 import torch
@@ -281,63 +281,337 @@ def select_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
     block: int,
-    count: int,
+    k: int,
     score: str = "mean",
-    by_group: bool = False,
-    first: int = 0,
-    local: int = 1,
+    groups: int | None = None,
     causal: bool = False,
-    query_offset: int = 0,
+    first: int = 0,
+    local: int = 0,
+    query_block: int = 1,
+    cu_seqlens: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    query_offset: int | torch.Tensor = 0,
 ) -> torch.Tensor:
-    """The blocks of keys that each query token takes, those that are forced before those that score highest.
+    """The numbers of the k blocks of keys that score highest. Sources: Lu et al., "MoBA", 2025; "MiniMax-M3", 2026.
 
     Args:
         query: (B, H, T, D).
-        key: (B, Hkv, S, D).
-        block: keys in a block.
-        count: blocks that a token takes, with those that are forced.
-        score: 'mean', the product with the mean of a block's keys, with which a causal query takes blocks that end
-            before its own; or 'max', the largest product with a key that it may see.
-        by_group: heads that share a key head choose together, by the sum of their scores.
-        causal: no block is taken that is wholly ahead of the query.
-        first, local: forced blocks, from the beginning, and from the query's own backwards; forwards if not causal.
-        query_offset: the position of the first query.
-        key_padding_mask: bool (B or 1, S), True keeps.
+        key: (B, Hkv, S, D); query head h reads head h // (H / Hkv).
+        block: keys in a block; the last one may be short.
+        k: how many are chosen.
+        score: 'mean', query . mean(keys of the block), of blocks that are wholly behind a causal query; or 'max', the
+            largest query . key of the block that the query sees.
+        groups: G, of so many groups of neighbouring heads each adds its heads' scores up; H if it is not given.
+        causal: nothing is chosen that is wholly ahead of a query.
+        first: so many blocks from the start are chosen before all others.
+        local: so many are, the query's own and those before it; if not `causal` also as many after it.
+        query_block: queries that choose together, by the product of their mean, or the largest of all of them.
+        cu_seqlens: (documents + 1): query is (T, H, D), key (T, Hkv, D), and each document is a call of its own.
+        key_padding_mask: bool (B or 1, S); keys where it is False are in no block.
+        query_offset: the position of the first query; or (B,), one a sequence.
 
     Returns:
-        int64 (B, Hkv if by_group else H, T, count), -1 where there are fewer.
+        int32 (B, G, ceil(T / query_block), k), of equal scores the lower number first, -1 where there are fewer; with
+        `cu_seqlens` (T, G, k).
 
     Examples:
         >>> import torch
         >>> from ds_sparse.reference import select_blocks
-        >>> query, key = torch.randn(1, 4, 60, 8), torch.randn(1, 2, 60, 8)
-        >>> select_blocks(query, key, block=16, count=2, causal=True)[0, 0, 20].tolist()
-        [1, 0]
+        >>> query, key = torch.ones(1, 1, 6, 1), torch.tensor([5, 0, 3, 3, 9, 9]).reshape(1, 1, 6, 1).float()
+        >>> select_blocks(query, key, block=2, k=2, causal=True, local=1)[0, 0]
+        tensor([[ 0, -1],
+                [ 0, -1],
+                [ 1,  0],
+                [ 1,  0],
+                [ 2,  1],
+                [ 2,  1]], dtype=torch.int32)
     """
-    (batch, heads, tokens, _), (_, key_heads, keys, _) = query.shape, key.shape
-    blocks, together = -(-keys // block), heads // key_heads
-    keep = torch.ones(1, keys, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
-    keep = keep.expand(batch, -1)
-    chosen = torch.full((batch, key_heads if by_group else heads, tokens, count), -1)
-    for b, h, t in product(range(batch), range(chosen.shape[1]), range(tokens)):
-        own, found = (query_offset + t) // block, []
-        for number in range(blocks):
-            places = [j for j in range(number * block, min((number + 1) * block, keys)) if keep[b, j]]
-            forced = number < first or abs(own - number) < local
-            if not places or (causal and number > own) or (causal and score == "mean" and number == own and not forced):
-                continue
-            total = 0.0
-            for head in range(h * together, (h + 1) * together) if by_group else [h]:
-                q, k = query[b, head, t], key[b, head // together]
-                seen = [j for j in places if not causal or j <= query_offset + t]
-                products = [float(q @ k[j]) for j in seen]
-                total += float(q @ k[places].mean(0)) if score == "mean" else max(products, default=-math.inf)
-            if forced or total > -math.inf:
-                found.append((not forced, -total, number))
-        best = [number for _, _, number in sorted(found)][:count]
-        chosen[b, h, t, : len(best)] = torch.tensor(best, dtype=torch.long)
+    if cu_seqlens is not None:
+        documents = []
+        for begin, end in pairwise(cu_seqlens.tolist()):
+            q, of_keys = (x[begin:end].transpose(0, 1)[None] for x in (query, key))
+            documents.append(select_blocks(q, of_keys, block, k, score, groups, causal, first, local))
+        return torch.cat([chosen[0].transpose(0, 1) for chosen in documents])
+    (batch, heads, tokens, _), keys = query.shape, key.shape[2]
+    query, key = query.detach(), key.detach().repeat_interleave(heads // key.shape[1], 1)
+    is_key = torch.ones(batch, keys, dtype=torch.bool) if key_padding_mask is None else key_padding_mask.cpu()
+    is_key = is_key.expand(batch, keys)
+
+    def score_of(b: int, head: int, queries: range, offset: int, number: int) -> float | None:
+        there = [s for s in range(number * block, min((number + 1) * block, keys)) if is_key[b, s]]
+        if score == "mean":
+            if causal and (number + 1) * block - 1 > queries[0] + offset:
+                return None
+            return float(query[b, head, list(queries)].mean(0) @ key[b, head, there].mean(0))
+        pairs = [(t, s) for t in queries for s in there if not causal or s <= t + offset]
+        return max(float(query[b, head, t] @ key[b, head, s]) for t, s in pairs)
+
+    rows = [range(t, min(t + query_block, tokens)) for t in range(0, tokens, query_block)]
+    return _best_blocks(score_of, heads, groups or heads, rows, is_key, block, k, causal, first, local, query_offset)
+
+
+def select_blocks_by_compression(
+    query: torch.Tensor,
+    compressed_key: torch.Tensor,
+    block: int,
+    k: int,
+    length: int,
+    stride: int,
+    keys: int,
+    groups: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    first: int = 0,
+    local: int = 0,
+    key_padding_mask: torch.Tensor | None = None,
+    query_offset: int | torch.Tensor = 0,
+) -> torch.Tensor:
+    """The numbers of the k blocks of keys to which attention on compressed keys gives most.
+
+    A block's score is the sum of the probabilities of compressed keys, each as often as it has strides in the block.
+    Source: Yuan et al., "Native sparse attention", 2025, equations 8 to 10.
+
+    Args:
+        query: (B, H, T, D).
+        compressed_key: (B, Hkv, C, D), number c made of the keys from c * stride to before c * stride + length.
+        block: keys in a block, a multiple of stride.
+        k: how many are chosen.
+        length, stride: of what a compressed key is made.
+        keys: S, how many keys there are.
+        groups: G; Hkv if it is not given.
+        scale: 1 / sqrt(D) if it is not given.
+        causal: a query sees compressed keys of which no key is ahead of it.
+        first, local, query_offset: as in `select_blocks`.
+        key_padding_mask: bool (B or 1, S); compressed keys of which a key is False are not there.
+
+    Returns:
+        int32 (B, G, T, k), as of `select_blocks`.
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import select_blocks_by_compression
+        >>> query, key = torch.ones(1, 1, 8, 1), torch.tensor([5, 0, 3, 9]).reshape(1, 1, 4, 1).float()
+        >>> select_blocks_by_compression(query, key, block=4, k=2, length=2, stride=2, keys=8, causal=True)[0, 0, 3:6]
+        tensor([[ 0, -1],
+                [ 0, -1],
+                [ 0,  1]], dtype=torch.int32)
+    """
+    (batch, heads, tokens, depth), key_heads = query.shape, compressed_key.shape[1]
+    is_key = torch.ones(batch, keys, dtype=torch.bool) if key_padding_mask is None else key_padding_mask.cpu()
+    is_key = is_key.expand(batch, keys)
+    query, compressed_key = query.detach(), compressed_key.detach().repeat_interleave(heads // key_heads, 1)
+    scale = depth**-0.5 if scale is None else scale
+
+    def score_of(b: int, head: int, queries: range, offset: int, number: int) -> float | None:
+        ends = [c * stride + length for c in range(compressed_key.shape[2])]
+        seen = [c for c, end in enumerate(ends) if is_key[b, c * stride : end].all() and end <= keys]
+        if causal:
+            seen = [c for c in seen if ends[c] - 1 <= queries[0] + offset]
+        probs = torch.softmax(compressed_key[b, head, seen] @ query[b, head, queries[0]] * scale, 0)
+        begin, sums = number * block, []
+        for c, prob in zip(seen, probs.tolist(), strict=True):
+            overlap = min(begin + block, ends[c]) - max(begin, ends[c] - length)
+            sums += [prob * overlap / stride] if overlap > 0 else []
+        return sum(sums) if sums else None
+
+    rows = [range(t, t + 1) for t in range(tokens)]
+    groups = groups or key_heads
+    return _best_blocks(score_of, heads, groups, rows, is_key, block, k, causal, first, local, query_offset)
+
+
+def _best_blocks(
+    score_of: Callable[[int, int, range, int, int], float | None],
+    heads: int,
+    groups: int,
+    rows: list[range],
+    is_key: torch.Tensor,
+    block: int,
+    k: int,
+    causal: bool,
+    first: int,
+    local: int,
+    query_offset: int | torch.Tensor,
+) -> torch.Tensor:
+    """The k blocks of the highest sums of the scores of a group's heads, for each row of queries, after those that are
+    chosen whatever they score; of those alone that have a key which a query sees. score_of: of a sequence, head, row,
+    offset and block; None if it cannot be chosen by a score."""
+    batch, keys = is_key.shape
+    chosen = torch.full((batch, groups, len(rows), k), -1, dtype=torch.int32)
+    offsets = torch.as_tensor(query_offset).expand(batch).tolist()
+    for b, group, (row, queries) in product(range(batch), range(groups), enumerate(rows)):
+        begin, end = queries[0] + offsets[b], queries[-1] + offsets[b]
+        seen = {s // block for s in range(keys) if is_key[b, s] and (s <= end or not causal)}
+        forced = set(range(first))
+        if local:
+            forced |= set(range(begin // block - local + 1, end // block + (1 if causal else local)))
+        scores = {}
+        for number in seen - forced:
+            of_heads = [
+                score_of(b, head, queries, offsets[b], number)
+                for head in range(group * heads // groups, (group + 1) * heads // groups)
+            ]
+            if None not in of_heads:
+                scores[number] = sum(x for x in of_heads if x is not None)
+        best = sorted(seen & forced) + sorted(scores, key=lambda number: (-scores[number], number))
+        chosen[b, group, row, : len(best)] = torch.tensor(best[:k], dtype=torch.int32)
     return chosen
+
+
+def moba(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block: int,
+    k: int,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mixture of block attention: causal, each query on its own block and the best of those behind it, k in all.
+
+    The best are those whose mean of keys has the largest product with the query. Source: Lu et al., "MoBA", 2025.
+
+    Args:
+        query, key, value, scale, cu_seqlens: as in `selected_attention`.
+        block: keys in a block.
+        k: blocks that a query sees.
+
+    Returns:
+        (B, H, T, D), or (T, H, D).
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import moba
+        >>> query, key, value = (torch.randn(1, 2, 60, 8, dtype=torch.float64) for _ in range(3))
+        >>> moba(query, key, value, block=16, k=2).shape
+        torch.Size([1, 2, 60, 8])
+    """
+    chosen = select_blocks(query, key, block, k, "mean", causal=True, local=1, cu_seqlens=cu_seqlens)
+    output = selected_attention(query, key, value, chosen, block, causal=True, scale=scale, cu_seqlens=cu_seqlens)
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+def nsa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    compressed_key: torch.Tensor,
+    compressed_value: torch.Tensor,
+    window_key: torch.Tensor,
+    window_value: torch.Tensor,
+    gates: torch.Tensor,
+    block: int,
+    k: int,
+    length: int,
+    stride: int,
+    window: int,
+    first: int = 1,
+    local: int = 2,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Native sparse attention: gated causal attention on compressed keys, on chosen blocks, and on a window.
+
+    Compressed keys choose the blocks, for each group of heads. Source: Yuan et al., "Native sparse attention", 2025.
+
+    Args:
+        query: (B, H, T, D).
+        key, value: (B, Hkv, T, D), of the blocks that are chosen.
+        compressed_key, compressed_value: (B, Hkv, C, D); number c stands for `length` keys, from c * stride on.
+        window_key, window_value: (B, Hkv, T, D), of the window.
+        gates: (B, H, T, 3), the factors of what compressed keys, chosen blocks and the window give.
+        block, k, length, stride, first, local: as in `select_blocks_by_compression`.
+        window: tokens that are seen there, the query's own and those before it.
+        scale: factor of the scores; 1 / sqrt(D) if it is not given.
+
+    Returns:
+        (B, H, T, D).
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import nsa
+        >>> query, key, value = (torch.randn(1, 2, 60, 8, dtype=torch.float64) for _ in range(3))
+        >>> compressed = [x.unfold(2, 8, 4).mean(-1) for x in (key, value)]
+        >>> gates = torch.rand(1, 2, 60, 3, dtype=torch.float64)
+        >>> nsa(query, key, value, *compressed, key, value, gates, 16, k=3, length=8, stride=4, window=20).shape
+        torch.Size([1, 2, 60, 8])
+    """
+    tokens = query.shape[2]
+    chosen = select_blocks_by_compression(
+        query, compressed_key, block, k, length, stride, tokens, scale=scale, causal=True, first=first, local=local
+    )
+    position = torch.arange(tokens)[:, None]
+    complete = torch.arange(compressed_key.shape[2]) * stride + length - 1 <= position
+    away = position - torch.arange(tokens)
+    near = (away >= 0) & (away < window)
+    everything = torch.ones(1, 1, dtype=torch.bool)
+
+    def on(keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        output = attention(query, keys, values, everything, max(seen.shape), scale, attn_mask=seen[None, None])
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    selected = selected_attention(query, key, value, chosen, block, causal=True, scale=scale)
+    assert isinstance(selected, torch.Tensor)
+    branches = on(compressed_key, compressed_value, complete), selected, on(window_key, window_value, near)
+    return sum((gate[..., None] * x for gate, x in zip(gates.unbind(-1), branches)), torch.zeros_like(query))
+
+
+def msa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    index_query: torch.Tensor,
+    index_key: torch.Tensor,
+    block: int,
+    k: int,
+    first: int = 0,
+    local: int = 1,
+    scale: float | None = None,
+    index_scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention on the blocks that an indexer chooses, and the loss that teaches the indexer.
+
+    Source: MiniMax, "MiniMax-M3", 2026. The loss is the divergence KL(attention || indexer) of probabilities over the
+    keys that a query sees: those of attention, the mean over the heads that one head of the indexer chooses for, teach
+    and have no gradient; those of the indexer are softmax(index_scale * index_query @ index_key^T). It is the mean over
+    sequences, heads of the indexer and queries.
+
+    Args:
+        query: (B, H, T, D).
+        key, value: (B, Hkv, T, D).
+        index_query: (B, Hi, T, Di), H a multiple of Hi: a head of it chooses for H / Hi neighbouring heads of query.
+        index_key: (B, 1 or a divisor of Hi, T, Di).
+        block, k, first, local: as in `select_blocks`.
+        scale, index_scale: factors of the scores; 1 / sqrt(D) and 1 / sqrt(Di) if they are not given.
+
+    Returns:
+        (B, H, T, D), which has gradients for query, key and value, and the loss, for index_query and index_key.
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import msa
+        >>> query, key, value = (torch.randn(1, 2, 60, 8, dtype=torch.float64) for _ in range(3))
+        >>> output, loss = msa(query, key, value, query[:, :1, :, :4], key[:, :1, :, :4], block=16, k=2)
+        >>> output.shape, loss.shape
+        (torch.Size([1, 2, 60, 8]), torch.Size([]))
+    """
+    tokens, index_heads = query.shape[2], index_query.shape[1]
+    chosen = select_blocks(index_query, index_key, block, k, "max", causal=True, first=first, local=local)
+    output = selected_attention(query, key, value, chosen, block, causal=True, scale=scale)
+    assert isinstance(output, torch.Tensor)
+    numbers = torch.arange(tokens) // block
+    seen = (chosen.unsqueeze(-1) == numbers).any(-2) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+    def log_probs(q: torch.Tensor, k: torch.Tensor, scale: float | None) -> torch.Tensor:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        hidden = ~seen.repeat_interleave(q.shape[1] // index_heads, 1)
+        return torch.log_softmax(scores.masked_fill(hidden, float("-inf")), -1)
+
+    teacher = log_probs(query, key, scale).exp().unflatten(1, (index_heads, -1)).mean(2).detach()
+    student = log_probs(index_query, index_key, index_scale)
+    divergence = torch.where(teacher > 0, teacher * (teacher.log() - student), 0)
+    return output, divergence.sum(-1).mean()
 
 
 def bias_of_pairs(distance_bias: torch.Tensor, tokens: int, keys: int, query_offset: int = 0) -> torch.Tensor:

@@ -238,3 +238,70 @@ def test_selected_attention_by_hand(causal: bool):
         expected = sum((w * value[b, h // 2, s] / total for w, s in zip(weights, seen)), torch.zeros(3).double())
         torch.testing.assert_close(output[b, h, t], expected)
         assert math.isclose(lse[b, h, t], math.log(total))
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Attention over what is seen, as PyTorch has it; zeros where nothing is."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    return torch.where(seen.any(-1, keepdim=True), output, 0)
+
+
+def test_blocks_are_chosen_by_hand():
+    query, key = torch.tensor([1.0, -1.0]).reshape(1, 1, 2, 1), torch.tensor([1.0, 2, 9, -6, 3]).reshape(1, 1, 5, 1)
+    # means 1.5, 1.5 and 3; maxima of products 2, 9, 3 and -1, 6, -3
+    assert reference.select_blocks(query, key, 2, 3).tolist() == [[[[2, 0, 1], [0, 1, 2]]]]
+    assert reference.select_blocks(query, key, 2, 3, "max").tolist() == [[[[1, 2, 0], [1, 0, 2]]]]
+    assert reference.select_blocks(query, key, 2, 2, "max", first=1, local=1).tolist() == [[[[0, 1], [0, 1]]]]
+    chosen = reference.select_blocks(query, key, 2, 3, "max", causal=True, query_offset=2)
+    assert chosen.tolist() == [[[[1, 0, -1], [1, 0, -1]]]]
+    chosen = reference.select_blocks(query, key, 2, 3, causal=True, query_offset=2)
+    assert chosen.tolist() == [[[[0, -1, -1], [0, 1, -1]]]]  # block 1 is complete for the second query alone
+    # Shares are 1/2 each: block 0 has both strides of the first compressed key, and one of the second.
+    compressed = torch.zeros(1, 1, 2, 1)
+    chosen = reference.select_blocks_by_compression(query, compressed, 2, 3, length=2, stride=1, keys=5, causal=False)
+    assert chosen.tolist() == [[[[0, 1, -1], [0, 1, -1]]]]
+
+
+def test_moba_of_all_blocks_is_dense():
+    rng = seeded()
+    query, key, value = random(rng, 2, 4, 50, 8), random(rng, 2, 2, 50, 8), random(rng, 2, 2, 50, 8)
+    causal = torch.ones(50, 50, dtype=torch.bool).tril()
+    torch.testing.assert_close(reference.moba(query, key, value, 16, 4), dense(query, key, value, causal))
+    own = causal & (torch.arange(50)[:, None] // 16 == torch.arange(50) // 16)
+    torch.testing.assert_close(reference.moba(query, key, value, 16, 1), dense(query, key, value, own))
+
+
+def test_nsa_is_the_sum_of_its_branches():
+    rng, position = seeded(), torch.arange(50)[:, None]
+    query, key, value, near_key, near_value = (random(rng, 2, heads, 50, 8) for heads in (4, 2, 2, 2, 2))
+    of_keys, of_values = random(rng, 2, 2, 11, 8), random(rng, 2, 2, 11, 8)
+    gates = torch.rand(2, 4, 50, 3, generator=rng, dtype=torch.float64)
+    found = reference.nsa(
+        query, key, value, of_keys, of_values, near_key, near_value, gates, 16, 4, length=8, stride=4, window=7
+    )
+    complete = torch.arange(11) * 4 + 7 <= position
+    near = (torch.arange(50) <= position) & (torch.arange(50) > position - 7)
+    branches = (
+        dense(query, of_keys, of_values, complete),
+        dense(query, key, value, torch.ones(50, 50, dtype=torch.bool).tril()),  # 4 blocks are all
+        dense(query, near_key, near_value, near),
+    )
+    torch.testing.assert_close(found, sum(gates[..., i : i + 1] * x for i, x in enumerate(branches)))
+
+
+def test_an_indexer_learns_by_its_loss():
+    rng = seeded()
+    query, key, value = (random(rng, 1, 2, 40, 8).requires_grad_() for _ in range(3))
+    index_query, index_key = (random(rng, 1, heads, 40, 8).requires_grad_() for heads in (2, 1))
+    output, loss = reference.msa(query, key, value, index_query, index_key, 8, 2)
+    assert loss > 0 and torch.autograd.grad(output.sum(), index_query, retain_graph=True, allow_unused=True) == (None,)
+    of_index = torch.autograd.grad(loss, (index_query, index_key), retain_graph=True)
+    assert all(x.any() for x in of_index)
+    assert torch.autograd.grad(loss, (query, key), allow_unused=True) == (None, None)
+    step = [x - 0.1 * g for x, g in zip((index_query, index_key), of_index, strict=True)]
+    chosen = reference.select_blocks(index_query, index_key, 8, 2, "max", causal=True, local=1)
+    assert torch.equal(chosen, reference.select_blocks(*step, 8, 2, "max", causal=True, local=1))
+    assert reference.msa(query, key, value, *step, 8, 2)[1] < loss
+    _, loss = reference.msa(query, key, value, query, key, 8, 2)  # the teacher itself
+    assert abs(loss) < 1e-12

@@ -4,7 +4,7 @@ from ..index.kernels import BLOCK_OPERATORS, missing_kernels
 from . import operators as operators  # registers them
 from ._library import check_inputs
 from .attention import block_sparse_attention
-from .block_selection import select_blocks
+from .block_selection import select_blocks, select_blocks_by_compression
 from .explanation import Explanation, explain
 from .matmul import MatMul
 from .selected import selected_attention
@@ -27,6 +27,7 @@ __all__ = [
     "masked_attention",
     "missing_kernels",
     "select_blocks",
+    "select_blocks_by_compression",
     "selected_attention",
     "sparse_attn",
     "sparse_matmul",

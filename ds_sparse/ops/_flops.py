@@ -36,6 +36,12 @@ def attention_flops(query: Tensor, live_blocks: int, layout_heads: int, block: i
     return each * head_dim * batch * heads * live_blocks * block**2 // layout_heads
 
 
+def choice(x: SimpleNamespace) -> int:
+    """Products of all queries with all keys, or with the means of their blocks, to choose blocks by."""
+    keys, queries = x.key.shape[2], x.query.numel()
+    return 2 * queries * keys if x.score == "max" else 2 * queries // x.query_block * -(-keys // x.block)
+
+
 def live_blocks(entries: Tensor, units: Tensor) -> int:
     """The live blocks of tiles, one for each owner bit of their units' entries; waits for the device.
 

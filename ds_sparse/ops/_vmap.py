@@ -92,7 +92,7 @@ def _are_of_sequences(given: dict) -> bool:
 
 
 def _refuse_seeds(dims: dict) -> None:
-    if dims["dropout_seed"] is not None:
+    if dims.get("dropout_seed") is not None:
         raise RuntimeError(
             "distance_bias with dropout draws the same numbers for each sample of torch.vmap alone; give vmap "
             'randomness="same", or a batch in place of samples.'

@@ -1,229 +1,567 @@
-"""Which blocks of keys a query token takes: the ones that score highest, and those that are forced."""
+"""The blocks of keys that queries score highest: what attention on chosen blocks is given. In plain PyTorch, as
+operators that graphs hold whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from numbers import Integral
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from .._ops import ops
+from ..index.packed import check_form, sent_to
 from ..index.selection import AlignedDocuments
-from ..index.transforms import unwrap_functorch
-from ..tools.block_sizes import CHOSEN_BLOCK_SIZES
-from ..tools.wording import listed
-from ._library import check_alike, check_inputs
-from .packed_operands import check_row, packed_operands
-from .query_offset import in_own_dtype, position_of
+from ..index.transforms import outside_transforms_or_traced
+from ._library import check_alike, check_inputs, check_scale, under_autocast
+from .operands import check_bias, wide_dtype
+from .packed_attention import goes_by_places
+from .packed_operands import check_row, row_of
+from .query_offset import position_of
+
+MOST_SCORES = 2**24
+"""Scores that are held at a time, unless those of one query, or block of queries, are more."""
 
 SCORES = ("mean", "max")
 
-CHUNK = 1 << 26
-"""Numbers of scores that are there at a time, at most, where one token does not have more."""
+_NOWHERE = 2**62
+"""The position of what is not there."""
+
+_LOW = 2**32 - 1
+"""The bits of a rank that tell of the block's number."""
+
+_NONE = -(2**63)
+"""The rank of a block that is not chosen."""
 
 
-class _Places(NamedTuple):
-    """Where tokens and keys are, in blocks. Letters: T tokens, C blocks of the keys.
-
-    Attributes:
-        key: (B, Hkv, C, block, D), zeros where there is none.
-        exists: bool (B or 1, 1, C, block).
-        position: (B or 1, 1, T, 1), of each token among the keys.
-        first, end: (B or 1, 1, T, 1), the blocks that a token may take.
-    """
-
-    key: Tensor
-    exists: Tensor
-    position: Tensor
-    first: Tensor
-    end: Tensor
-
-
-@torch.no_grad()
 def select_blocks(
     query: Tensor,
     key: Tensor,
     block: int,
-    count: int,
+    k: int,
     *,
-    score: Literal["mean", "max"] = "mean",
-    by_group: bool = False,
-    first: int = 0,
-    local: int = 1,
+    score: str = "mean",
+    groups: int | None = None,
     causal: bool = False,
-    query_offset: int | Tensor = 0,
+    first: int = 0,
+    local: int = 0,
+    query_block: int = 1,
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
+    query_offset: int | Tensor = 0,
 ) -> Tensor:
-    """The numbers of the blocks of keys that each query token takes, for `selected_attention`.
+    """The numbers of the k blocks of keys that score highest for each query token, or block of queries, and head.
 
-    Nothing waits for the device, and no matrix of all tokens by all keys is made: scores are there for some tokens at a
-    time, in fp32, 2**26 of them or those of one token. The choice has no gradient.
+    What it returns is what `selected_attention` takes, and `BlockIndex.from_blocks` where blocks of queries choose. It
+    has no gradient: an indexer learns by a loss of its own. Nothing waits for the device; CUDA graphs and torch.compile
+    hold it. Beside its result, and tensors as large as query and key, it needs memory for `2**24` scores at a time, or
+    for those of one block of queries, B * H * query_block * S (of `score="mean"` C in the place of S), if these are
+    more: no matrix of T by T. Products and comparisons are in fp32; of equal scores the lower block comes first. Under
+    autocast query and key are cast.
 
-    Sources: Lu et al., "MoBA", 2025: means of keys; Yuan et al., "Native sparse attention", 2025: the heads of a group
-    choose together, the first block and those before the query are forced; MiniMax, "MSA", 2026: the largest product.
+    Sources: Lu et al., "MoBA: Mixture of block attention for long-context LLMs", 2025 (means); MiniMax, "MiniMax-M3",
+    2026 (maxima, by an indexer's queries and keys).
 
     Args:
-        query: (B, H, T, D), fp16, bf16, fp32 or fp64.
-        key: (B, Hkv, S, D), H a multiple of Hkv.
-        block: 16, 32, 64, 128, 256, 512 or 1024 keys in a block.
-        count: how many blocks a token takes, with those that are forced, and no fewer than these.
-        score: of a block: 'mean', the product of the query and the mean of the block's keys, with which a causal query
-            takes blocks that end before its own, and what is forced; or 'max', the largest product of the query and a
-            key that it may see.
-        by_group: heads that share a key head choose together, by the sum of their scores; else each for itself.
-        first: blocks from the beginning on that are forced.
-        local: blocks that are forced from the query's own backwards, and if not causal as many forwards; 0: none.
-        causal: no block is taken that is wholly ahead of the query.
-        query_offset: as of `selected_attention`.
-        cu_seqlens: packed documents, as of `selected_attention`: query is (T, H, D) or (1, H, T, D), and blocks count
-            from a document's start.
-        key_padding_mask: bool (B or 1, S), True keeps: other keys count for nothing, and blocks without any are not
-            taken.
+        query: (B, H, T, D), fp16, bf16 or fp32, on the CPU also fp64; any D.
+        key: (B, Hkv, S, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
+        block: keys in a block; the last one may be short.
+        k: how many blocks are chosen, with those of `first` and `local`.
+        score: 'mean', the product of a query with the mean of a block's keys, where causal queries choose among blocks
+            that are wholly behind them: MoBA's, with `local=1`. 'max', the largest product with a key of the block that
+            the query sees: MSA's, with `local=1`.
+        groups: G, how many groups of neighbouring heads choose, whose heads' scores are added; H, each head for itself,
+            if it is not given. `selected_attention` takes Hkv, H or 1.
+        causal: a query chooses no block that is wholly ahead of it.
+        first: so many blocks from the start are chosen whatever they score.
+        local: of blocks around a query so many are chosen whatever they score: its own and `local - 1` before it, and
+            as many after it if not `causal`. A block of queries has a block of its own for each that it lies in.
+        query_block: queries that choose together. Their mean is the query, or the largest of their scores the score. A
+            multiple of block, or a divisor of it.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one
+            row of packed documents, (T, H, D), or (1, H, T, D). Blocks are those of a query's document, and count from
+            its start; their size is a power of two, 8 or more. No key_padding_mask, query_offset or query_block. On a
+            GPU it is not read: where it does not ascend from 0 to T, nothing is chosen.
+        key_padding_mask: (B or 1, S). Keys where it is False, or -inf, count in no score, and may hold anything; other
+            floats change nothing. A block without another key is not chosen.
+        query_offset: the position of the first query among the keys, 0 or more, S - T while decoding, a multiple of
+            query_block; or (B,) int32 or int64, one a sequence.
 
     Returns:
-        int32 (B, Hkv if by_group else H, T, count), -1 where fewer blocks could be taken; with `cu_seqlens` and query
-        (T, H, D) it is (T, Hkv if by_group else H, count). Forced blocks come first; which of two that score the same
-        is taken is not said.
+        int32 (B, G, ceil(T / query_block), k), the best first, those of `first` and `local` before all, by number; -1
+        behind them, where there are fewer. Of packed documents (T, G, k) where query is (T, H, D).
 
     Raises:
-        TypeError: operands that are no tensors; a mask that is not bool.
-        ValueError: shapes, dtypes, devices, a block, score or number that do not fit.
+        TypeError: operands that are no tensors; cu_seqlens or query_offset that hold other than integers.
+        ValueError: shapes, dtypes, devices or numbers that do not fit; a k that `first` and `local` exceed.
 
     Examples:
         >>> import torch
         >>> import ds_sparse
-        >>> query, key, value = torch.randn(1, 8, 256, 32), torch.randn(1, 2, 256, 32), torch.randn(1, 2, 256, 32)
-        >>> chosen = ds_sparse.select_blocks(query, key, block=16, count=4, by_group=True, causal=True)
-        >>> chosen.shape
-        torch.Size([1, 2, 256, 4])
+        >>> query, key, value = torch.randn(2, 8, 256, 32), torch.randn(2, 2, 256, 32), torch.randn(2, 2, 256, 32)
+        >>> chosen = ds_sparse.select_blocks(query, key, 16, k=4, groups=2, causal=True, local=1)
+        >>> chosen.shape, chosen.dtype
+        (torch.Size([2, 2, 256, 4]), torch.int32)
+        >>> chosen[0, 0, 20]  # its own block, and the one that is wholly behind it
+        tensor([ 1,  0, -1, -1], dtype=torch.int32)
         >>> ds_sparse.selected_attention(query, key, value, chosen, 16, causal=True).shape
-        torch.Size([1, 8, 256, 32])
+        torch.Size([2, 8, 256, 32])
     """
-    check_inputs(query=query, key=key, key_padding_mask=key_padding_mask)
-    if not isinstance(block, int) or block not in CHOSEN_BLOCK_SIZES:
-        raise ValueError(f"block is {block!r}; select_blocks takes {listed(CHOSEN_BLOCK_SIZES, 'and')}.")
     if score not in SCORES:
-        raise ValueError(f"score is {score!r}; it has to be {listed(SCORES, 'or')}.")
-    for name, number, least in (("count", count, 1), ("first", first, 0), ("local", local, 0)):
-        if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
-            raise ValueError(f"{name} is {number!r}; it has to be an integer of {least} or more.")
-    forced = first + (local if causal else max(0, 2 * local - 1))
-    if count < forced:
-        raise ValueError(f"count is {count}, and {forced} blocks are forced by first and local; give that or more.")
-    tokens_first = cu_seqlens is not None and query.dim() == 3
-    query, key = (unwrap_functorch(name, x, needs_values=False) for name, x in (("query", query), ("key", key)))
-    check_alike(query=query, key=key)
+        raise ValueError(f"score is {score!r}; it has to be 'mean' or 'max'.")
+    query_block = _checked_number("query_block", query_block, 1)
+    if block % query_block and query_block % block:
+        raise ValueError(f"query_block is {query_block} and block {block}; one has to be a multiple of the other.")
+    if query_block > 1:
+        if cu_seqlens is not None:
+            raise ValueError(f"query_block is {query_block}; of packed documents each token chooses, so leave it out.")
+        if isinstance(query_offset, Tensor) or query_offset % query_block:
+            raise ValueError(
+                f"query_offset is {query_offset}; a block of {query_block} queries begins at a multiple of that."
+            )
+    query, key, places, groups, as_given = _checked(
+        query, key, "key", groups, block, k, causal, first, local, query_block, cu_seqlens, key_padding_mask,
+        query_offset, None,
+    )  # fmt: skip
+    if places.documents is not None:
+        key = _taken(key, places.documents.tokens_of, places.documents.exists)
+    chosen = ops.select_blocks(
+        query, key, places.keep, places.positions, places.ranges, places.offset, block, k, score, groups, causal,
+        first, local, query_block,
+    )  # fmt: skip
+    return as_given(chosen)
+
+
+def select_blocks_by_compression(
+    query: Tensor,
+    compressed_key: Tensor,
+    block: int,
+    k: int,
+    *,
+    length: int,
+    stride: int,
+    keys: int | None = None,
+    groups: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    first: int = 0,
+    local: int = 0,
+    cu_seqlens: Tensor | None = None,
+    compressed_cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    query_offset: int | Tensor = 0,
+) -> Tensor:
+    """The numbers of the k blocks of keys to which attention on compressed keys gives most, for each query token.
+
+    A block's score is the sum of the probabilities of compressed keys, each as often as it has strides of keys in the
+    block, added over the heads of a group: equations 8 to 10 of the source. All else is as in `select_blocks`: no
+    gradient, nothing waits, `2**24` scores at a time or B * H * C of one query, C the compressed keys. A block of which
+    no compressed key is seen is chosen by `first` and `local` alone.
+
+    Sources: Yuan et al., "Native sparse attention: Hardware-aligned and natively trainable sparse attention", 2025.
+
+    Args:
+        query: (B, H, T, D), as in `select_blocks`.
+        compressed_key: (B, Hkv, C, D); number c is made of the keys from `c * stride` to before `c * stride + length`.
+        block: keys in a block that is chosen, a multiple of stride.
+        k: how many blocks are chosen, with those of `first` and `local`.
+        length, stride: of what a compressed key is made; length is a multiple of stride.
+        keys: S, how many keys there are; up to the last query if it is not given, which `query_offset` as a tensor asks
+            for.
+        groups: G, how many groups of neighbouring heads choose; Hkv if it is not given.
+        scale: factor of the products; 1 / sqrt(D) if it is not given.
+        causal: a query sees compressed keys of which no key is ahead of it.
+        first, local: as in `select_blocks`; 1 and 2 in the source.
+        cu_seqlens: as in `select_blocks`; with `compressed_cu_seqlens`, and blocks of a power of two keys, 8 or more.
+        compressed_cu_seqlens: int32 or int64 (documents + 1), where the compressed keys of each document begin, as
+            `cu_seqlens`: these are (C, Hkv, D), or (1, Hkv, C, D).
+        key_padding_mask: (B or 1, S), as in `select_blocks`; compressed keys that are made of such a key count as one.
+        query_offset: as in `select_blocks`.
+
+    Returns:
+        int32 (B, G, T, k), or (T, G, k), as of `select_blocks`.
+
+    Raises:
+        TypeError: operands that are no tensors; integers, or a scale, that are something else.
+        ValueError: shapes, dtypes, devices or numbers that do not fit; a k that `first` and `local` exceed.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = torch.randn(2, 8, 256, 32), torch.randn(2, 2, 256, 32), torch.randn(2, 2, 256, 32)
+        >>> compressed = key.unfold(2, 32, 16).mean(-1)  # a model learns how
+        >>> chosen = ds_sparse.select_blocks_by_compression(
+        ...     query, compressed, 64, k=3, length=32, stride=16, causal=True, first=1, local=2
+        ... )
+        >>> chosen.shape
+        torch.Size([2, 2, 256, 3])
+        >>> ds_sparse.selected_attention(query, key, value, chosen, 64, causal=True).shape
+        torch.Size([2, 8, 256, 32])
+    """
+    length, stride = _checked_number("length", length, 1), _checked_number("stride", stride, 1)
+    if length % stride or block % stride:
+        raise ValueError(
+            f"stride is {stride}, length {length} and block {block}; both have to be multiples of the stride."
+        )
+    if (cu_seqlens is None) != (compressed_cu_seqlens is None):
+        raise ValueError("Packed documents have cu_seqlens and compressed_cu_seqlens; give both, or neither.")
+    if keys is None:
+        if isinstance(query_offset, Tensor):
+            raise ValueError("query_offset is a tensor, and keys is not given; say how many keys there are.")
+        keys = query.shape[-2 if query.dim() == 4 else 0] + query_offset
+    query, compressed, places, groups, as_given = _checked(
+        query, compressed_key, "compressed_key", groups, block, k, causal, first, local, 1, cu_seqlens,
+        key_padding_mask, query_offset, _checked_number("keys", keys, 1),
+    )  # fmt: skip
+    scale = query.shape[3] ** -0.5 if scale is None else check_scale(scale)
+    seen = None
+    if places.documents is not None:
+        assert cu_seqlens is not None and compressed_cu_seqlens is not None, "or there were no documents"
+        check_form(compressed_cu_seqlens)
+        if len(compressed_cu_seqlens) != len(cu_seqlens):
+            raise ValueError(
+                f"cu_seqlens has {len(cu_seqlens)} numbers and compressed_cu_seqlens {len(compressed_cu_seqlens)}; "
+                "give as many."
+            )
+        numbers, seen = _compressed_of(places.documents, cu_seqlens, compressed_cu_seqlens, stride, compressed.shape[2])
+        compressed, keys = _taken(compressed, numbers, seen), len(places.documents.tokens_of)
+    elif places.keep is not None:
+        whole = places.keep.unfold(1, length, stride).all(-1) if keys >= length else places.keep[:, :0]
+        seen = pad(whole, (0, compressed.shape[2] - whole.shape[1]))
+        compressed = compressed.masked_fill(~seen[:, None, :, None], 0)
+    chosen = ops.select_blocks_by_compression(
+        query, compressed, seen, places.keep, places.positions, places.ranges, places.offset, keys, block, k, length,
+        stride, scale, groups, causal, first, local,
+    )  # fmt: skip
+    return as_given(chosen)
+
+
+class _Places(NamedTuple):
+    """Where the queries and keys of a call are.
+
+    Attributes:
+        offset: the position of the first query, where `positions` is None.
+        positions: int64 (B or 1, T), those of queries.
+        keep: bool (B or 1, S), the keys that are there.
+        ranges: int32 (N, 2), of packed documents: the first block of each block's document, the one after its last.
+        documents: of packed documents, whose keys are to be laid out as they lie.
+    """
+
+    offset: int = 0
+    positions: Tensor | None = None
+    keep: Tensor | None = None
+    ranges: Tensor | None = None
+    documents: AlignedDocuments | None = None
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    name: str,
+    groups: int | None,
+    block: int,
+    k: int,
+    causal: bool,
+    first: int,
+    local: int,
+    query_block: int,
+    cu_seqlens: Tensor | None,
+    key_padding_mask: Tensor | None,
+    query_offset: int | Tensor,
+    keys: int | None,
+) -> tuple[Tensor, Tensor, _Places, int, Callable[[Tensor], Tensor]]:
+    """Operands (B, H, T, D) and (B, Hkv, S, D) without gradients, where they are, the number of groups, and what brings
+    a result into the form that operands were given in. keys: S, where key has compressed ones, in whose groups heads
+    choose by default."""
+    check_inputs(**{"query": query, name: key, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask})
+    block, k = _checked_number("block", block, 1), _checked_number("k", k, 1)
+    own = max(1, query_block // block)
+    forced = _checked_number("first", first, 0) + _checked_number("local", local, 0)
+    forced += (own - 1 if causal else local + own - 2) if local else 0
+    if forced > k:
+        raise ValueError(
+            f"k is {k}, and first={first} and local={local} choose {forced} blocks; give k={forced} or more."
+        )
+    query, key = under_autocast(query.detach(), key.detach())
+    check_alike(**{"query": query, name: key})
     if cu_seqlens is not None:
-        row = packed_operands(query, key, key, cu_seqlens)
-        query, key = row.query, row.key
-        check_row(query, key, key)
-    if query.dim() != 4 or key.dim() != 4 or query.shape[3] != key.shape[3] or len(query) != len(key):
+        if isinstance(query_offset, Tensor) or query_offset:
+            raise ValueError(goes_by_places("query_offset"))
+        if key_padding_mask is not None:
+            raise ValueError(goes_by_places("key_padding_mask"))
+        if query.dim() != key.dim() or query.dim() not in (3, 4):
+            raise ValueError(f"Shapes are {tuple(query.shape)} and {tuple(key.shape)}; give both (tokens, heads, D).")
+    as_given: Callable[[Tensor], Tensor] = lambda chosen: chosen  # noqa: E731
+    if cu_seqlens is not None and query.dim() == 3:
+        query, key, *_ = row_of(query, key, key, cu_seqlens)
+        as_given = lambda chosen: chosen[0].transpose(0, 1)  # noqa: E731
+    _check_shapes(query, key, name)
+    (batch, heads, tokens, _), key_heads = query.shape, key.shape[1]
+    if groups is None:
+        groups = heads if keys is None else key_heads
+    groups = _checked_number("groups", groups, 1)
+    if heads % groups or (groups % key_heads and key_heads % groups):
         raise ValueError(
-            f"query is {tuple(query.shape)} and key {tuple(key.shape)}; they have to be (B, H, T, D) and "
-            "(B, Hkv, S, D), or of packed documents (T, H, D) and (T, Hkv, D)."
+            f"groups is {groups}; it has to be a divisor of query's {heads} heads, and a multiple or a divisor of the "
+            f"{key_heads} of {name}."
         )
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"query has {query.shape[1]} heads, and key {key.shape[1]}; they have to be a multiple of these."
-        )
-    if query.shape[2] == 0 or key.shape[2] == 0:
-        raise ValueError(f"query has {query.shape[2]} tokens, and key {key.shape[2]}; both need one or more.")
-    if len(query) == 0:
-        heads = key.shape[1] if by_group else query.shape[1]
-        return query.new_empty(0, heads, query.shape[2], count, dtype=torch.int32)
-    if cu_seqlens is None:
-        places = _places(query, key, block, query_offset, key_padding_mask)
-    elif key_padding_mask is not None or isinstance(query_offset, Tensor) or query_offset != 0:
-        raise ValueError("cu_seqlens goes without key_padding_mask and query_offset; leave them out.")
-    else:
-        places = _places_of_documents(query, key, block, cu_seqlens)
-    with in_own_dtype(query):
-        chosen = torch.cat(list(_chosen(query, places, count, score, by_group, first, local, causal)), dim=2)
-    return chosen[0].transpose(0, 1) if tokens_first else chosen
-
-
-def _places(query: Tensor, key: Tensor, block: int, query_offset: int | Tensor, mask: Tensor | None) -> _Places:
-    batch, _, tokens, _ = query.shape
-    keys, blocks = key.shape[2], -(-key.shape[2] // block)
-    if mask is None:
-        exists = torch.ones(1, keys, dtype=torch.bool, device=key.device)
-    elif mask.device != key.device:
-        raise ValueError(f"key_padding_mask is on {mask.device} and key on {key.device}; move it there.")
-    elif mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask is {mask.dtype}; select_blocks takes a bool one, True for keys that count.")
-    elif mask.dim() != 2 or mask.shape[1] != keys or mask.shape[0] not in (1, batch):
-        raise ValueError(f"key_padding_mask is {tuple(mask.shape)}; it has to be ({batch} or 1, {keys}).")
-    else:
-        exists = mask
-        key = key.where(exists[:, None, :, None], 0)
-    more = blocks * block - keys
-    key = torch.nn.functional.pad(key, (0, 0, 0, more)).unflatten(2, (blocks, block))
-    exists = torch.nn.functional.pad(exists, (0, more)).view(-1, 1, blocks, block)
+    if cu_seqlens is not None:
+        tokens_like = key if keys is None else query  # compressed keys are fewer
+        check_row(query, tokens_like, tokens_like, ("query", name, name))
+        if block < 8 or block & (block - 1):
+            raise ValueError(f"block is {block}; of packed documents it has to be a power of two, 8 or more.")
+        return query, key, _of_documents(cu_seqlens, tokens, block, query.device), groups, as_given
+    keys = key.shape[2] if keys is None else keys
+    keep = None
+    if key_padding_mask is not None:
+        check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
+        keep = key_padding_mask.detach().expand(-1, keys)
+        keep = keep if keep.dtype == torch.bool else keep != float("-inf")
     offset, _ = position_of(query_offset, batch, tokens, False)
-    offset = offset.to(query.device).view(-1, 1, 1, 1) if isinstance(offset, Tensor) else offset
-    position = torch.arange(tokens, device=query.device).view(1, 1, -1, 1) + offset
-    zeros = torch.zeros_like(position)
-    return _Places(key, exists, position, zeros, zeros + blocks)
+    if isinstance(offset, Tensor):
+        positions = offset.to(query.device, non_blocking=query.is_cuda).long().unsqueeze(1)
+        return query, key, _Places(0, positions + torch.arange(tokens, device=query.device), keep), groups, as_given
+    return query, key, _Places(offset, keep=keep), groups, as_given
 
 
-def _places_of_documents(query: Tensor, key: Tensor, block: int, cu_seqlens: Tensor) -> _Places:
-    documents = AlignedDocuments.of(cu_seqlens, query.shape[2], block, query.device)
-    exists = documents.exists.view(1, 1, -1, block)
-    key = key.index_select(2, documents.tokens_of).unflatten(2, (-1, block)).where(exists.unsqueeze(-1), 0)
-    first, end = documents.ranges.long()[documents.aligned // block].unbind(1)
-    position, first, end = (x.view(1, 1, -1, 1) for x in (documents.aligned, first, end))
-    return _Places(key, exists, position, first, end)
+def _checked_number(name: str, number: Any, least: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)) or number < least:
+        raise ValueError(f"{name} is {number!r}; it has to be an integer of {least} or more.")
+    return number  # type: ignore[return-value]  # a symbol, of a size that is traced
 
 
-def _chosen(
-    query: Tensor, places: _Places, count: int, score: str, by_group: bool, first: int, local: int, causal: bool
-) -> Iterator[Tensor]:
-    """The blocks of some tokens after others, int32 (B, heads, tokens, count)."""
-    key, exists = places.key, places.exists
-    batch, heads, tokens, _ = query.shape
-    blocks, block = exists.shape[2:]
-    of_keys = key.flatten(2, 3) if score == "max" else _means(key, exists).to(query.dtype)
-    numbers = torch.arange(blocks, device=query.device)
-    any_key = exists.any(3).unsqueeze(2)
-    step = max(1, CHUNK // max(1, batch * heads * of_keys.shape[2]))
-    # A GPU multiplies 16 bits into fp32.
-    if not query.is_cuda or torch.compiler.is_compiling():
-        of_keys = of_keys.to(torch.promote_types(query.dtype, torch.float32))
-    for begin in range(0, tokens, step):
-        some = slice(begin, begin + step)
-        position, low, end = places.position[:, :, some], places.first[:, :, some], places.end[:, :, some]
-        own = position // block
-        scores = _products(query[:, :, some], of_keys)
-        if score == "max":
-            sees = exists.flatten(2).unsqueeze(2)
-            if causal:
-                sees = sees & (torch.arange(blocks * block, device=query.device) <= position)
-            scores = scores.masked_fill(~sees.unsqueeze(1), -torch.inf).unflatten(-1, (blocks, block)).amax(-1)
-        scores = scores.sum(2) if by_group else scores.flatten(1, 2)
-        is_there = any_key & (numbers >= low) & (numbers < end) & ((numbers <= own) | (not causal))
-        forced = (numbers < low + first) | ((own - numbers).abs() < local)
-        may_take = (numbers < own) | forced if causal and score == "mean" else torch.ones_like(is_there)
-        scores = scores.masked_fill(forced, torch.inf).masked_fill(~(is_there & may_take), -torch.inf)
-        best, chosen = scores.topk(min(count, blocks), dim=-1)
-        chosen = torch.where(best == -torch.inf, -1, chosen - low).int()
-        yield torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=-1)
+def _check_shapes(query: Tensor, key: Tensor, name: str) -> None:
+    if query.dim() != 4 or key.dim() != 4 or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            f"Shapes are query {tuple(query.shape)}, {name} {tuple(key.shape)}; they have to be (batch, heads, tokens, "
+            "head size), with batch and head size equal."
+        )
+    heads, key_heads = query.shape[1], key.shape[1]
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(f"query has {heads} heads and {name} {key_heads}; they have to be a multiple of {name}'s.")
+    if 0 in (query.shape[2], query.shape[3], key.shape[2]):
+        raise ValueError(
+            f"Shapes are query {tuple(query.shape)}, {name} {tuple(key.shape)}; there has to be at least one token."
+        )
 
 
-def _means(key: Tensor, exists: Tensor) -> Tensor:
-    """Those of the keys of each block, (B, Hkv, C, D), in fp32 or wider."""
-    sums = key.sum(3, dtype=torch.promote_types(key.dtype, torch.float32))
-    return sums / exists.sum(3).clamp(min=1).unsqueeze(-1)
+def _of_documents(cu_seqlens: Tensor, tokens: int, block: int, device: torch.device) -> _Places:
+    documents = AlignedDocuments.of(cu_seqlens, tokens, block, device)
+    return _Places(0, documents.aligned.unsqueeze(0), documents.exists, documents.ranges, documents)
+
+
+def _taken(x: Tensor, numbers: Tensor, exists: Tensor) -> Tensor:
+    """The tokens of x (1, H, T, D) of these numbers; 0 where none is there."""
+    return x.index_select(2, numbers).masked_fill(~exists[:, None, :, None], 0)
+
+
+@outside_transforms_or_traced
+def _compressed_of(
+    documents: AlignedDocuments, cu_seqlens: Tensor, compressed_cu_seqlens: Tensor, stride: int, compressed: int
+) -> tuple[Tensor, Tensor]:
+    """The number of the compressed key that begins at each stride of aligned documents, int64 (N * block / stride), and
+    whether there is one, bool (1, N * block / stride)."""
+    device, block = documents.ranges.device, documents.block
+    edges, begins = (sent_to(x, device).long() for x in (cu_seqlens, compressed_cu_seqlens))
+    token = documents.tokens_of[::block].contiguous()
+    document = (torch.searchsorted(edges, token, right=True) - 1).clamp(0, len(edges) - 2)
+    of_block = torch.arange(len(token), device=device) - documents.ranges[:, 0]  # in its document
+    number = (of_block * (block // stride)).unsqueeze(1) + torch.arange(block // stride, device=device)
+    begin, end = begins[document].unsqueeze(1), begins[document + 1].unsqueeze(1)
+    number = number + begin
+    exists = (number < end) & (number >= 0) & (number < compressed) & (documents.ranges[:, 1:] > 0)
+    return torch.where(exists, number, 0).flatten(), exists.reshape(1, -1)
+
+
+class Chooser:
+    """Chooses the best of scored blocks for rows of queries; what an operator is given, by the names of its schema."""
+
+    def __init__(self, x: Any, keys: int, query_block: int) -> None:
+        self.x, self.query_block, self.device = x, query_block, x.query.device
+        self.columns = -(-keys // x.block)
+        self.keys = keys
+        self.number = torch.arange(self.columns, device=self.device)
+        # Where the first key is that each block has: (B or 1, columns).
+        if x.keep is None:
+            self.first_key = (self.number * x.block).unsqueeze(0)
+        else:
+            position = torch.arange(keys, device=self.device)
+            there = pad(torch.where(x.keep, position, _NOWHERE), (0, -keys % x.block), value=_NOWHERE)
+            self.first_key = there.unflatten(1, (-1, x.block)).amin(-1)
+
+    def run(self, scores_of: Callable[[int, int, int, Tensor, Tensor], tuple], scores_of_query: int) -> Tensor:
+        """All rows, as many at a time as MOST_SCORES allows.
+
+        Args:
+            scores_of: scores (B, G, rows, columns) of the queries from one number to before another, of so many
+                columns, from the positions of the first and last query of each row, (B or 1, rows, 1); and which of
+                them count, bool (B or 1, rows, columns), or None, all.
+            scores_of_query: how many numbers it holds for a query.
+        """
+        x, tokens = self.x, self.x.query.shape[2]
+        step = max(1, MOST_SCORES // max(1, scores_of_query * self.query_block)) * self.query_block
+        chosen = []
+        for begin in range(0, tokens, step):
+            end = min(begin + step, tokens)
+            if x.positions is None:
+                first = torch.arange(begin, end, self.query_block, device=self.device)[None, :, None] + x.offset
+                last = (first + (self.query_block - 1)).clamp(max=x.offset + end - 1)
+            else:
+                first = last = x.positions[:, begin:end, None]
+            columns = self.columns
+            if x.causal and x.positions is None:  # nothing behind these is seen
+                columns = min(columns, (x.offset + end - 1) // x.block + 1)
+            scores, counts = scores_of(begin, end, columns, first, last)
+            chosen.append(self._best(scores, counts, first, last))
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen, 2)
+
+    def _best(self, scores: Tensor, counts: Tensor | None, first: Tensor, last: Tensor) -> Tensor:
+        x, columns = self.x, scores.shape[-1]
+        number = self.number[:columns]
+        there = self.first_key[:, None, :columns] <= (last if x.causal else _NOWHERE - 1)
+        own, low = first // x.block, None
+        if x.ranges is not None:
+            low, end = x.ranges[own.squeeze(-1)].split(1, -1)
+            there = there & (number >= low) & (number < end)
+        forced = number < x.first if low is None else number < low + x.first
+        if x.local:
+            end = last // x.block + (0 if x.causal else x.local - 1)
+            forced = forced | ((number > own - x.local) & (number <= end))
+        forced = (forced & there).unsqueeze(1)
+        is_candidate = (there if counts is None else there & counts).unsqueeze(1) | forced
+        # One number tells all: the score's bits, as integers that are ordered as scores are, and the block's number.
+        # NaN counts as infinity, and -0 as 0.
+        scores = (scores.float() + 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+        bits = scores.view(torch.int32)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        rank = bits.masked_fill(forced, 0x7FFFFFFF).long() << 32 | (_LOW - number)
+        best = rank.masked_fill(~is_candidate, _NONE).topk(min(x.k, columns)).values
+        chosen = _LOW - (best & _LOW)
+        chosen = chosen if low is None else chosen - low.unsqueeze(1)
+        return pad(chosen.masked_fill(best == _NONE, -1).int(), (0, x.k - best.shape[-1]), value=-1)
+
+
+def select(x: Any) -> Tensor:
+    """Runs the operator `select_blocks`."""
+    with torch.autocast(x.query.device.type, enabled=False):
+        scores_of = _by_means if x.score == "mean" else _by_maxima
+        return scores_of(x, Chooser(x, x.key.shape[2], x.query_block))
+
+
+def _by_means(x: Any, chooser: Chooser) -> Tensor:
+    batch, heads, _, _ = x.query.shape
+    wide, key_heads, block = wide_dtype(x.query.dtype), x.key.shape[1], x.block
+    key, fill = x.key, -chooser.keys % block
+    if x.keep is None:
+        key, size = pad(key, (0, 0, 0, fill)), pad(x.key.new_ones(1, chooser.keys, dtype=wide), (0, fill))
+    else:
+        key, size = key.masked_fill(~x.keep[:, None, :, None], 0), x.keep.to(wide)
+        key, size = pad(key, (0, 0, 0, fill)), pad(size, (0, fill))
+    sums = key.unflatten(2, (-1, block)).sum(3, dtype=wide)
+    sizes = size.unflatten(1, (-1, block)).sum(2).clamp(min=1)
+    # Heads that share keys add up before the product, where they choose together.
+    together = max(x.groups, key_heads)
+
+    def scores_of(begin: int, end: int, columns: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor | None]:
+        query = x.query[:, :, begin:end].to(wide)
+        if x.query_block > 1:
+            query = pad(query, (0, 0, 0, -(end - begin) % x.query_block)).unflatten(2, (-1, x.query_block)).sum(3)
+        query = _of_groups(query, together)
+        scores = _of_groups(_products(query, sums[:, :, :columns]), x.groups)
+        if x.query_block > 1:
+            scores = scores / (last - first + 1).unsqueeze(1)
+        counts = (chooser.number[:columns] + 1) * block - 1 <= first if x.causal else None
+        return scores / sizes[:, None, None, :columns], counts
+
+    return chooser.run(scores_of, batch * heads * chooser.columns)
+
+
+def _by_maxima(x: Any, chooser: Chooser) -> Tensor:
+    batch, heads, _, _ = x.query.shape
+    key, block = x.key.contiguous(), x.block
+    position = torch.arange(chooser.keys, device=key.device)
+    hidden = None if x.keep is None else ~x.keep[:, None, None]
+
+    def scores_of(begin: int, end: int, columns: int, first: Tensor, last: Tensor) -> tuple[Tensor, None]:
+        keys = min(columns * block, chooser.keys)
+        scores = _products(x.query[:, :, begin:end], key[:, :, :keys])
+        if hidden is not None:
+            scores.masked_fill_(hidden[..., :keys], float("-inf"))
+        if x.causal:
+            # Keys before the first of these queries are behind all of them.
+            ahead = 0 if x.positions is not None else min(x.offset + begin, keys)
+            at = x.positions[:, begin:end, None] if x.positions is not None else _column(begin, end, x)
+            scores[..., ahead:].masked_fill_((position[ahead:keys] > at).unsqueeze(1), float("-inf"))
+        scores = pad(scores, (0, -keys % block), value=float("-inf")).unflatten(-1, (-1, block)).amax(-1)
+        if x.query_block > 1:
+            scores = pad(scores, (0, 0, 0, -(end - begin) % x.query_block), value=float("-inf"))
+            scores = scores.unflatten(2, (-1, x.query_block)).amax(3)
+        return _of_groups(scores, x.groups), None
+
+    return chooser.run(scores_of, batch * heads * chooser.keys)
+
+
+def _column(begin: int, end: int, x: Any) -> Tensor:
+    """The positions of queries, (1, n, 1)."""
+    return torch.arange(begin + x.offset, end + x.offset, device=x.query.device)[None, :, None]
+
+
+def select_by_compression(x: Any) -> Tensor:
+    """Runs the operator `select_blocks_by_compression`."""
+    with torch.autocast(x.query.device.type, enabled=False):
+        chooser = Chooser(x, x.keys, 1)
+        batch, heads, _, _ = x.query.shape
+        key, count, of_block = x.compressed.contiguous(), x.compressed.shape[2], x.block // x.stride
+        begins = torch.arange(count, device=key.device)
+
+        def scores_of(begin: int, end: int, columns: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+            most = count
+            if x.causal and x.positions is None:
+                most = max(1, min(count, (x.offset + end - x.length) // x.stride + 1))
+            seen = torch.ones_like(first, dtype=torch.bool).expand(-1, -1, most)
+            if x.seen is not None:
+                seen = seen & x.seen[:, None, :most]
+            if x.causal:
+                seen = seen & (begins[:most] * x.stride + (x.length - 1) <= last)
+            if x.ranges is not None:
+                low, high = (x.ranges[(first // x.block).squeeze(-1)] * of_block).split(1, -1)
+                seen = seen & (begins[:most] >= low) & (begins[:most] < high)
+            hidden = ~seen.unsqueeze(1)
+            scores = _products(x.query[:, :, begin:end], key[:, :, :most]) * x.scale
+            # A row that sees none would be NaN.
+            shares = scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0)
+            shares = _of_groups(shares, x.groups)
+            return _of_blocks(shares, x, columns), _of_blocks(seen.to(shares.dtype), x, columns) > 0
+
+        return chooser.run(scores_of, batch * heads * count)
+
+
+def _of_blocks(shares: Tensor, x: Any, columns: int) -> Tensor:
+    """Numbers of compressed keys, each as often as it has strides in a block, summed."""
+    of_block, strides = x.block // x.stride, x.length // x.stride
+    width = columns * of_block
+    shares = pad(shares, (strides - 1, width - shares.shape[-1]))
+    of_strides = shares[..., :width]
+    for place in range(1, strides):
+        of_strides = of_strides + shares[..., place : place + width]
+    return of_strides.unflatten(-1, (columns, of_block)).sum(-1)
+
+
+def _of_groups(x: Tensor, groups: int) -> Tensor:
+    """x (B, H, ...) with heads of a group added up."""
+    return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2)
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
-    """query @ key^T in fp32 or wider, as key is unless it is narrow: (B, Hkv, H / Hkv, tokens, keys)."""
-    batch, heads, tokens, _ = query.shape
-    together = heads // key.shape[1]
-    rows = query.unflatten(1, (-1, together)).flatten(2, 3)  # a key head's
-    if key.element_size() == 2:
-        products = torch.bmm(rows.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=torch.float32)
+    """query (B, H, n, D) . key (B, Hkv, S, D) of each pair, (B, H, n, S), in fp32 or wider. Heads of key lie one behind
+    the other in memory."""
+    batch, heads, rows, depth = query.shape
+    groups, of_keys = batch * key.shape[1], key.flatten(0, 1).mT
+    query = query.reshape(groups, heads // key.shape[1] * rows, depth)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        products = torch.bmm(query, of_keys, out_dtype=torch.float32)
     else:
-        products = rows.flatten(0, 1).to(key.dtype) @ key.flatten(0, 1).mT
-    return products.view(batch, -1, together, tokens, key.shape[2])
+        wide = wide_dtype(query.dtype)
+        products = torch.bmm(query.to(wide), of_keys.to(wide))
+    return products.view(batch, heads, rows, of_keys.shape[-1])

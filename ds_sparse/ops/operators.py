@@ -24,6 +24,7 @@ from ..index.window_sizes import WindowNumbers
 from . import _flops
 from ._vmap import OPERANDS, register_rule
 from .attention_function import attention_backward, attention_bias_backward, attention_forward
+from .block_selection import select, select_by_compression
 from .distance_gradient import Blocks, distance_bias_backward, distance_bias_gradient
 from .earlier_operators import layout_distance_forward
 from .operands import empty_as, wide_dtype
@@ -100,6 +101,11 @@ def _of_rows(x: Arguments, *shape: int) -> tuple[Tensor, ...]:
 
 def _gradients(x: Arguments) -> tuple[Tensor, ...]:
     return empty_as(x.query), empty_as(x.key), empty_as(x.value)
+
+
+def _chosen(x: Arguments) -> Tensor:
+    batch, _, tokens, _ = x.query.shape
+    return x.query.new_empty(batch, x.groups, _ceil_div(tokens, getattr(x, "query_block", 1)), x.k, dtype=torch.int32)
 
 
 def _dsd(x: Arguments) -> Tensor:
@@ -187,6 +193,7 @@ _GIVEN = "Tensor query, Tensor key, Tensor value"
 _MASKS = "Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, float scale, bool causal, float dropout_p"
 _SAVED = f"Tensor grad_output, Tensor? grad_lse, {_GIVEN}, Tensor output, Tensor rows"
 _LISTS = "Tensor row_offsets, Tensor row_columns, int[] row_lengths, int layout_heads, int block"
+_CHOICE = "bool causal, int first, int local"
 _NUMBERS = "SymInt[] windows, bool causal, int[] global_tokens, SymInt[] dilations"
 _THREE = "(Tensor, Tensor, Tensor)"
 
@@ -257,6 +264,23 @@ OPERATORS: dict[str, Operator] = {
     "packed_attention_backward": Operator(_gradients, _flops.attention(_flops.BACKWARD)),
     "selected_attention_forward": Operator(_selected_attention, _flops.selected(_flops.FORWARD)),
     "selected_attention_backward": Operator(_gradients, _flops.selected(_flops.BACKWARD)),
+    "select_blocks": Operator(
+        _chosen,
+        _flops.choice,
+        "(Tensor query, Tensor key, Tensor? keep, Tensor? positions, Tensor? ranges, SymInt offset, int block, int k, "
+        f"str score, int groups, {_CHOICE}, int query_block) -> Tensor",
+        lambda x, *call: select(x),
+        one_by_one=True,
+    ),
+    "select_blocks_by_compression": Operator(
+        _chosen,
+        lambda x: 2 * x.query.numel() * x.compressed.shape[2],
+        "(Tensor query, Tensor compressed, Tensor? seen, Tensor? keep, Tensor? positions, Tensor? ranges, "
+        "SymInt offset, SymInt keys, int block, int k, int length, int stride, float scale, int groups, "
+        f"{_CHOICE}) -> Tensor",
+        lambda x, *call: select_by_compression(x),
+        one_by_one=True,
+    ),
     "window_matmul": Operator(
         lambda x: x.a.new_empty(*x.a.shape[:3], 2 * x.window + 1), lambda x: _flops.band(x.a, x.window)
     ),

@@ -69,6 +69,7 @@ def test_every_operator_of_the_schema_is_listed():
     in_python = {f"layout_attention_{way}" for way in ways} | {"layout_distance_forward", "window_order"}
     in_python |= {"block_attention_distance_backward", "layout_attention_distance_backward"}
     in_python |= {"window_numbers_forward", "window_numbers_backward"}
+    in_python |= {"select_blocks", "select_blocks_by_compression"}
     native = kernels.OPERATORS + kernels.INDEX_OPERATORS + kernels.HOPPER_OPERATORS
     assert registered == {*native, *in_python}
 
