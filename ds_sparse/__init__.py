@@ -54,6 +54,7 @@ _PUBLIC = {
     "BigBirdSparsityConfig": "sparsity",
     "BSLongformerSparsityConfig": "sparsity",
     "LocalSlidingWindowSparsityConfig": "sparsity",
+    "MobaSparsityConfig": "sparsity",
     "TransformersBigBirdSparsityConfig": "sparsity",
     "SparsityWarning": "sparsity",
     "declared": "sparsity",
@@ -120,6 +121,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .sparsity import DenseSparsityConfig as DenseSparsityConfig
     from .sparsity import FixedSparsityConfig as FixedSparsityConfig
     from .sparsity import LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig
+    from .sparsity import MobaSparsityConfig as MobaSparsityConfig
     from .sparsity import SparsityConfig as SparsityConfig
     from .sparsity import SparsityWarning as SparsityWarning
     from .sparsity import TransformersBigBirdSparsityConfig as TransformersBigBirdSparsityConfig

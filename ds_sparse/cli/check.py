@@ -161,11 +161,9 @@ def _about(structure: SparsityConfig, at: str, result: Result, args: argparse.Na
         )
     found: dict[str, Any] = {"mode": mode_of(type(structure)), "block": structure.block, "density": None}
     if args.seq is not None or not args.block_only:
-        from ..layout import density
-
         seq_len = args.seq or _USUAL_LENGTH
         try:
-            found["density"] = density(structure.make_bool_layout(rounded_up(seq_len, structure.block)))
+            found["density"] = structure.density(rounded_up(seq_len, structure.block))
             result.seq_len = seq_len
         except STRUCTURE_ERRORS as error:
             # Only at the length that nobody asked for: the reader has tried the other.

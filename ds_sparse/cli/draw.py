@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..sparsity import SparsityConfig
+from ..sparsity import MobaSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..tools.arguments import positive
 from ..tools.block_sizes import rounded_up
@@ -85,6 +85,11 @@ def _sheet(args: argparse.Namespace, file: str, name: str, structure: SparsityCo
     from ..drawing import Sheet
 
     about: dict[str, Any] = {"mode": mode_of(type(structure)), "block": structure.block}
+    if isinstance(structure, MobaSparsityConfig):
+        raise ValueError(
+            f"{file}: mode {about['mode']} has no layout: each call chooses its blocks. docs/chosen-blocks.md shows how "
+            "to draw what a model has chosen."
+        )
     with suppress(ValueError):  # a class of a user's that does not keep what it was made from
         about = sparse_attention_block(structure)
     rows = structure.make_rows(rounded_up(args.seq, structure.block))

@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from ..layout import density
 from ..modules.structured_attention import StructuredAttention
 
 NULL = 'null in "layers" of the block'
@@ -57,10 +56,7 @@ class StayDense:
 def describe(attention: StructuredAttention) -> str:
     """Describes what computes in a layer, in a few words."""
     structure, tokens = attention.sparsity_config, attention.max_seq_length
-    return (
-        f"{type(structure).__name__}, block {structure.block}, density {density(attention.layout):.1%} at {tokens} "
-        "tokens"
-    )
+    return f"{type(structure).__name__}, block {structure.block}, density {attention.density:.1%} at {tokens} tokens"
 
 
 class Dense(NamedTuple):

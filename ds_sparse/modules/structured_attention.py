@@ -15,18 +15,19 @@ from ..index.cache import KEPT, Cache, refuse_traced
 from ..index.lookup import is_built_anew
 from ..index.master_layout import MasterLayout
 from ..index.packed import Documents
-from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
+from ..layout import as_bool_layout, crop, density, on_cpu, share_equal_heads
 from ..ops import MatMul, Softmax, block_sparse_attention
 from ..ops.call import AttentionCall
 from ..ops.operands import of_flash
 from ..ops.softmax import as_additive
-from ..sparsity import SparsityConfig
+from ..sparsity import MobaSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import without_seed
 from ..tools.block_sizes import rounded_up
 from ..tools.ranks import from_rank_0, world_size
 from ..tools.wording import kind
 from .layout_buffer import LayoutBuffer
+from .moba_attention import moba_attention
 
 IMPLEMENTATIONS = ("fused", "separate")
 
@@ -61,6 +62,8 @@ def check_structure(given: Any) -> None:
 class StructuredAttention:
     """Attention on the live blocks of a structure, for sequences of any length: what all attention layers are made of.
 
+    Where queries choose their blocks, the layout is of those that may be chosen, and counts for nothing in a call.
+
     Layers that hold the same object share its layouts and their indices.
 
     Args:
@@ -92,6 +95,11 @@ class StructuredAttention:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation is {implementation!r}; it has to be 'fused' or 'separate'.")
         check_structure(sparsity_config)
+        if implementation == "separate" and isinstance(sparsity_config, MobaSparsityConfig):
+            raise ValueError(
+                f'implementation is "separate", and {type(sparsity_config).__name__} chooses blocks in each call; take '
+                '"fused", and ds_sparse.reference.selected_attention to check it.'
+            )
         self.sparsity_config = sparsity_config
         self.implementation = implementation
         self.doubles = doubles
@@ -129,6 +137,16 @@ class StructuredAttention:
         return declared_value(self.sparsity_config, "causal")
 
     @property
+    def chooses(self) -> bool:
+        """Tells if queries choose their blocks in each call: the layout is of those that may be chosen."""
+        return isinstance(self.sparsity_config, MobaSparsityConfig)
+
+    @property
+    def density(self) -> float:
+        """The share of scores that are computed, of `max_seq_length` tokens."""
+        return self.sparsity_config.density(self.max_seq_length) if self.chooses else density(self.layout)
+
+    @property
     def max_seq_length(self) -> int:
         """Tokens that `layout` covers."""
         return self._master.blocks * self.sparsity_config.block
@@ -147,7 +165,16 @@ class StructuredAttention:
         return self.covering(seq_len).index(seq_len, device)
 
     def ops(self, seq_len: int, device: torch.device) -> SparseOps:
-        """The separate operations for `seq_len` tokens, rounded up to whole blocks; they share one index."""
+        """The separate operations for `seq_len` tokens, rounded up to whole blocks; they share one index.
+
+        Raises:
+            ValueError: queries choose their blocks.
+        """
+        if self.chooses:
+            raise ValueError(
+                f"{type(self.sparsity_config).__name__} chooses blocks in each call, and separate operations have those "
+                "of a layout; call the module."
+            )
         return self.covering(seq_len).ops(seq_len, device)
 
     def of_heads(self, heads: tuple[int, ...]) -> StructuredAttention:
@@ -182,6 +209,11 @@ class StructuredAttention:
         self.check(query, key, value, query_offset, **options)
         self.synchronize_layout()
         options["causal"] = options.get("causal", False) or self.causal
+        if isinstance(self.sparsity_config, MobaSparsityConfig):
+            return moba_attention(
+                self.sparsity_config, query, key, value, query_offset=query_offset, cu_seqlens=cu_seqlens,
+                document_layout=document_layout, **options,
+            )  # fmt: skip
         if self.implementation == "separate":
             return self._attend_separately(AttentionCall(query, key, value, **options), query_offset, cu_seqlens)
         layout: Any  # a MasterLayout too, which only modules give

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from ..dispatch import HOPPER_TILE, TILE
 from ..index.build import TilePlan, bits_of
 from ..index.packing import MAX_LINES
 from ..layout import causal_cut
-from ..sparsity import SparsityConfig
+from ..sparsity import MobaSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import random_numbers_kept
 from ..tools.block_sizes import rounded_up
@@ -180,6 +181,12 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
         walked = walk_of(kind, model, seq_len)
         return walked.live if walked else None
     structure = kind.structure
+    if isinstance(structure, MobaSparsityConfig):
+        if model.does.causal and not structure.causal:
+            structure = copy(structure)
+            structure.causal = True
+        padded = rounded_up(seq_len, structure.block)
+        return structure.density(padded) * padded**2
     with _same_draws():
         rows = structure.make_rows(rounded_up(seq_len, structure.block))
         pieces = (piece for head in range(rows.heads) for piece in rows.pieces(head))
@@ -192,7 +199,8 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
     """The tiles that kernels walk in layers of a kind; None for dense attention.
 
     Raises:
-        ValueError: the structure has no layout of this length; a layout too large to be laid out here.
+        ValueError: the structure has no layout of this length; a layout too large to be laid out here; blocks that
+            queries choose.
     """
     blocks, structure = -(-seq_len // kind.block), kind.structure
     if kind.window is not None:
@@ -201,6 +209,11 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
         return Walk.of(near[None], WINDOW_BLOCK)
     if structure is None:
         return None
+    if isinstance(structure, MobaSparsityConfig):
+        raise ValueError(
+            f"{kind.in_words()}: blocks are chosen in each step, and a plan knows times of layouts alone; ds_sparse "
+            "bench selected measures attention on chosen blocks."
+        )
     heads = structure.num_heads if structure.different_layout_per_head else 1
     if heads * blocks**2 > MOST_BLOCKS:
         raise ValueError(

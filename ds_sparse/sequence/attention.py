@@ -343,7 +343,7 @@ class SequenceParallelAttention:
 def computes_own_tokens(attention: object) -> bool:
     """Tells if each rank can compute the queries of its own tokens, so that there may be more ranks than heads."""
     if isinstance(attention, StructuredAttention):
-        return attention.implementation == "fused"
+        return attention.implementation == "fused" and not attention.chooses
     return isinstance(attention, LocalAttention)
 
 

@@ -8,6 +8,7 @@ from .declarations import SparsityWarning, declared
 from .dense import DenseSparsityConfig
 from .fixed import FixedSparsityConfig
 from .local_sliding_window import LocalSlidingWindowSparsityConfig
+from .moba import MobaSparsityConfig
 from .transformers_bigbird import TransformersBigBirdSparsityConfig
 from .variable import VariableSparsityConfig
 
@@ -17,6 +18,7 @@ __all__ = [
     "DenseSparsityConfig",
     "FixedSparsityConfig",
     "LocalSlidingWindowSparsityConfig",
+    "MobaSparsityConfig",
     "SparsityConfig",
     "SparsityWarning",
     "TransformersBigBirdSparsityConfig",

@@ -274,6 +274,20 @@ class SparsityConfig:
 
         return LayoutRows(self.num_layout_heads, blocks, blocks, maker)
 
+    def density(self, seq_len: int) -> float:
+        """The share of scores that are computed.
+
+        Args:
+            seq_len: tokens, a multiple of the block.
+
+        Returns:
+            Above 0 to 1, the mean over heads.
+
+        Raises:
+            ValueError, TypeError, MemoryError: as `make_rows`.
+        """
+        return self.make_rows(seq_len).density()
+
     def row_steps(self, h: int, blocks: int) -> list[RowStep]:
         """The steps of `lay_out` for some rows at a time. What is random is drawn here.
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
@@ -50,13 +50,16 @@ class SparsityWarning(UserWarning):
     """
 
 
-def _block_size(block: int) -> int:
-    if block not in BLOCK_SIZES:
-        # pydantic's own type and wording for a choice, on an integer that stays strict (a Literal would take 16.0).
-        raise PydanticCustomError(
-            "literal_error", "Input should be {expected}", {"expected": listed(BLOCK_SIZES, "or")}
-        )
-    return block
+def one_of_sizes(sizes: Sequence[int]) -> Callable[[int], int]:
+    """A validator of a block's side."""
+
+    def check(block: int) -> int:
+        if block not in sizes:
+            # pydantic's own type and wording for a choice, on an integer that stays strict (a Literal would take 16.0).
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": listed(sizes, "or")})
+        return block
+
+    return check
 
 
 def _attention(value: Any, handler: ValidatorFunctionWrapHandler) -> str:
@@ -84,7 +87,7 @@ def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, (tuple, range)) else value
 
 
-Block = Annotated[int, AfterValidator(_block_size), Field(json_schema_extra={"enum": list(BLOCK_SIZES)})]
+Block = Annotated[int, AfterValidator(one_of_sizes(BLOCK_SIZES)), Field(json_schema_extra={"enum": list(BLOCK_SIZES)})]
 Indices = Annotated[list[int], BeforeValidator(_as_list)]
 WindowSizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_as_list), Field(min_length=1)]
 

@@ -63,6 +63,10 @@ def cost(run: TrainingRun) -> Iterator[str]:
             "option --on here measures this machine"
         )
     else:
-        plan = make_plan(run.block, run.args.deepspeed_config, run.model(), settings, rates, tokens)
+        try:
+            plan = make_plan(run.block, run.args.deepspeed_config, run.model(), settings, rates, tokens)
+        except ValueError as error:
+            yield f"the time of a step is not known: {error}"
+            return
         milliseconds = plan.step.total
         yield f"{milliseconds:,.0f} ms a step and {plan.tokens / milliseconds * 1e3:,.0f} tokens/s, as planned"

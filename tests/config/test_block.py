@@ -45,7 +45,9 @@ DOCUMENTED = {
     "num_sliding_window_blocks": 3,
 }
 
-MODES = '"bigbird", "bslongformer", "dense", "fixed", "local_sliding_window", "transformers_bigbird" or "variable"'
+MODES = (
+    '"bigbird", "bslongformer", "dense", "fixed", "local_sliding_window", "moba", "transformers_bigbird" or "variable"'
+)
 
 
 def wrong(block, *sentences, seq_len=None):

@@ -52,7 +52,7 @@ def activate(
         f"{name} is causal: {type(x.sparsity_config).__name__} has blocks above the diagonal, which are left out, and "
         "inside blocks no token sees one after it."
         for x in of_causal
-        if isinstance(x, StructuredAttention) and x.layout.triu(1).any()
+        if isinstance(x, StructuredAttention) and not x.chooses and x.layout.triu(1).any()
     ]
     if of_causal and all(isinstance(x, LocalAttention) for x in of_causal):
         notices.append(f"All attention layers of {name} have a sliding window of their own; none uses the structure.")
