@@ -14,6 +14,9 @@ from ..ops import selected_attention
 class ChosenBlocks:
     """Attention of each token to the blocks of keys that an indexer has chosen for it.
 
+    Padding that sees no key gets the mean of all values, as under the masks of Transformers, where all its scores are
+    the lowest number: indexers of later layers score what becomes of it, and would choose other blocks.
+
     Call:
         As `StructuredAttention`, with `block_indices` (B, Hkv or H or 1, T, k), and without `rpe`, `distance_bias`,
         `attn_mask`, `cu_seqlens` and dropout; `query_offset` is an integer.
@@ -46,7 +49,10 @@ class ChosenBlocks:
                 f"a layer whose indexer chooses blocks of {self.block} keys is given {', '.join(refused)}, which "
                 "selected_attention does not compute there; leave it out."
             )
-        return selected_attention(
-            query, key, value, block_indices, self.block, causal=causal, scale=scale, sinks=sinks,
-            key_padding_mask=key_padding_mask, query_offset=query_offset or 0,
-        )  # fmt: skip
+        options: dict[str, Any] = {"causal": causal, "scale": scale, "sinks": sinks, "query_offset": query_offset or 0}
+        operands = query, key, value, block_indices, self.block
+        if key_padding_mask is None or query.shape[2] == 1:
+            return selected_attention(*operands, key_padding_mask=key_padding_mask, **options)
+        output, lse = selected_attention(*operands, key_padding_mask=key_padding_mask, return_lse=True, **options)
+        mean = value.mean(2, keepdim=True).repeat_interleave(query.shape[1] // value.shape[1], 1)
+        return torch.where(lse.isneginf().unsqueeze(-1), mean, output)

@@ -102,7 +102,7 @@ def _attend(
         )
     if is_in_parts(call.layer, part):
         return attend_part(call, part)
-    _refuse_other_choices(call, documents)
+    _refuse_other_choices(call)
     if documents is not None:
         _refuse_beside_documents(call)
         _refuse_beside_a_window(call._replace(mask=None, position_bias=None), window.local)
@@ -200,21 +200,14 @@ def _refuse_beside_documents(call: Call) -> None:
         )
 
 
-def _refuse_other_choices(call: Call, documents: PackedDocuments | None) -> None:
-    """Raises Refused for chosen blocks of a layer without an indexer of blocks, or the other way round, and for what is
-    not computed beside them."""
+def _refuse_other_choices(call: Call) -> None:
+    """Raises Refused for chosen blocks of a layer without an indexer of blocks, or the other way round."""
     chooses = chosen_blocks_of(call.layer) is not None
     if chooses != (call.chosen is not None):
         raise Refused(
             f"{which(call.layer)} has {'an' if chooses else 'no'} indexer that says how large its blocks are, and "
             f"gives the attention {'no ' if chooses else ''}block_indices; {NAME} takes both or none. Train it with "
             'attn_implementation="sdpa".'
-        )
-    if chooses and documents is not None:
-        raise Refused(
-            f"{which(call.layer)} is given packed documents, and its indexer counts blocks from the start of a row and "
-            "chooses among those of all documents. Give each document a row, with an attention_mask for the padding, "
-            "which goes on the right."
         )
     if chooses and not call.causal:
         raise Refused(f"{which(call.layer)} is bidirectional, and {NAME} takes chosen blocks of causal layers alone.")

@@ -279,6 +279,9 @@ def _refuse_models_that_cannot(model: nn.Module) -> None:
         "takes no position_ids": "position_ids" not in parameters,
         "puts the embeddings of neighbouring tokens together": getattr(config, "trigram_input", False),
         "has convolutions over tokens": bool(convolutions),
+        "has an indexer that chooses blocks of a row, whatever documents they are of": any(
+            chosen_blocks_of(x) is not None for x in model.modules()
+        ),
     }
     why = next((why for why, is_so in whys.items() if is_so), None)
     if why is not None:
