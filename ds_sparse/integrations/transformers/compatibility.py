@@ -138,8 +138,8 @@ def why_not(
     }
     if of_tokens:
         return (
-            f"{name} chooses single tokens ({named(of_tokens)}), and {NAME} computes what models choose in blocks, "
-            "as MiniMax-M3 does; train it as it is."
+            f"{name} has an indexer that chooses tokens ({named(of_tokens)}), of which Transformers makes a mask of "
+            f"pairs; {NAME} takes chosen blocks, as those of MiniMax-M3; train it as it is."
         )
     if not layers:
         return (
