@@ -257,7 +257,9 @@ def _refuse_places_without_blocks(model: nn.Module, positions: torch.Tensor, mas
     for a token. Waits for the device where the model has such an indexer."""
     blocks = [chosen.block for chosen in map(chosen_blocks_of, model.modules()) if chosen is not None]
     mask = next(iter(mask.values())) if isinstance(mask, dict) else mask
-    if not blocks or mask.dim() != 2 or (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not blocks or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return
+    if positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     tokens, keys = positions.shape[-1], mask.shape[1]
     places = torch.arange(keys - tokens, keys, device=positions.device)
