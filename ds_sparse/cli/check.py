@@ -163,7 +163,7 @@ def _about(structure: SparsityConfig, at: str, result: Result, args: argparse.Na
     if args.seq is not None or not args.block_only:
         seq_len = args.seq or _USUAL_LENGTH
         try:
-            found["density"] = structure.density(rounded_up(seq_len, structure.block))
+            found["density"] = structure.computed_share(rounded_up(seq_len, structure.block))
             result.seq_len = seq_len
         except STRUCTURE_ERRORS as error:
             # Only at the length that nobody asked for: the reader has tried the other.

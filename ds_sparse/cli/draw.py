@@ -87,8 +87,8 @@ def _sheet(args: argparse.Namespace, file: str, name: str, structure: SparsityCo
     about: dict[str, Any] = {"mode": mode_of(type(structure)), "block": structure.block}
     if isinstance(structure, MobaSparsityConfig):
         raise ValueError(
-            f"{file}: mode {about['mode']} has no layout: each call chooses its blocks. docs/chosen-blocks.md shows how "
-            "to draw what a model has chosen."
+            f"{file}: mode {about['mode']} has no layout: each call chooses its blocks. docs/chosen-blocks.md shows "
+            "how to draw what was chosen."
         )
     with suppress(ValueError):  # a class of a user's that does not keep what it was made from
         about = sparse_attention_block(structure)

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         given = _given(args)
         block = example_block(args.mode, given, num_heads=args.heads, seq_len=args.seq, source="ds_sparse new")
         structure = parse_sparse_attention(block, args.heads, whole=False)
-        density = structure.density(rounded_up(args.seq, structure.block))
+        density = structure.computed_share(rounded_up(args.seq, structure.block))
         said = f"mode {args.mode}, block {block['block']}, density {density:.1%} at {args.seq} tokens"
         about = (
             f"Which blocks of keys each block of queries sees: {said}. Training takes it with the flag "

@@ -153,7 +153,7 @@ def check_num_heads(structure: SparsityConfig, heads: int) -> None:
 
 VARIANTS = (
     "output_attentions", "sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k",
-    "seq_idx",
+    "seq_idx", "indices",
 )  # fmt: skip
 """Options of Transformers beyond self-attention under a mask, by its names; not computed here."""
 

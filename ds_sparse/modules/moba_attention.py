@@ -58,7 +58,10 @@ def moba_attention(
         key_padding_mask = key_padding_mask.detach() > PADDING_BELOW
     groups = key.shape[-3] if structure.chosen_by_group else None
     how: dict[str, Any] = {"causal": causal, "key_padding_mask": key_padding_mask}
-    forced = {"first": structure.num_first_blocks, "local": structure.num_sliding_window_blocks // 2 + 1}
+    forced: dict[str, Any] = {
+        "first": structure.num_first_blocks,
+        "local": structure.num_sliding_window_blocks // 2 + 1,
+    }
     if structure.selection == "block":
         chosen = select_blocks(
             query, key, structure.block, structure.num_chosen_blocks, groups=groups, query_block=structure.block,

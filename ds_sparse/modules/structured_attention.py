@@ -144,7 +144,7 @@ class StructuredAttention:
     @property
     def density(self) -> float:
         """The share of scores that are computed, of `max_seq_length` tokens."""
-        return self.sparsity_config.density(self.max_seq_length) if self.chooses else density(self.layout)
+        return self.sparsity_config.computed_share(self.max_seq_length) if self.chooses else density(self.layout)
 
     @property
     def max_seq_length(self) -> int:
@@ -172,8 +172,8 @@ class StructuredAttention:
         """
         if self.chooses:
             raise ValueError(
-                f"{type(self.sparsity_config).__name__} chooses blocks in each call, and separate operations have those "
-                "of a layout; call the module."
+                f"{type(self.sparsity_config).__name__} chooses blocks in each call, and separate operations have "
+                "those of a layout; call the module."
             )
         return self.covering(seq_len).ops(seq_len, device)
 

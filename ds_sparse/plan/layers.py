@@ -186,7 +186,7 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
             structure = copy(structure)
             structure.causal = True
         padded = rounded_up(seq_len, structure.block)
-        return structure.density(padded) * padded**2
+        return structure.computed_share(padded) * padded**2
     with _same_draws():
         rows = structure.make_rows(rounded_up(seq_len, structure.block))
         pieces = (piece for head in range(rows.heads) for piece in rows.pieces(head))

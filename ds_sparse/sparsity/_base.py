@@ -274,7 +274,7 @@ class SparsityConfig:
 
         return LayoutRows(self.num_layout_heads, blocks, blocks, maker)
 
-    def density(self, seq_len: int) -> float:
+    def computed_share(self, seq_len: int) -> float:
         """The share of scores that are computed.
 
         Args:

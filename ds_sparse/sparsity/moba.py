@@ -59,7 +59,7 @@ class MobaSparsityConfig(SparsityConfig):
         torch.Size([2, 4, 128, 8])
     """
 
-    block: ChosenBlock = Field(default=64, description="Keys in a block that is chosen or not.")  # type: ignore[assignment]
+    block: ChosenBlock = Field(default=64, description="Keys in a block that is chosen or not.")
     different_layout_per_head: bool = Field(default=False, init=False)
     num_chosen_blocks: int = Field(
         default=8, ge=1, description="Blocks that a query takes, with those that it takes whatever they score."
@@ -88,7 +88,7 @@ class MobaSparsityConfig(SparsityConfig):
     def _candidates(self, h: int, blocks: int) -> RowStep:
         return lambda live, rows: live.fill_(1).tril_(rows.start) if self.causal else live.fill_(1)
 
-    def density(self, seq_len: int) -> float:
+    def computed_share(self, seq_len: int) -> float:
         """The share of scores that are computed, where each query finds as many blocks as it takes.
 
         Args:

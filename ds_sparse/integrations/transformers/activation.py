@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...config import BLOCK_KEY, LayerStructures
 from ...models.report import NULL, Kind, describe
+from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention
 from ...tools.notices import say_notices
@@ -28,10 +29,13 @@ from .binding import (
     MAX_SEQ_LENGTH_KEY,
     Attention,
     Length,
+    OwnAttention,
     Unrepeatable,
     attach,
     attention_of_each,
+    chosen_blocks_of,
     is_causal,
+    own_attention_of,
     set_config,
     structures_in,
     take_distances,
@@ -56,6 +60,8 @@ def activate(
     ]
     if of_causal and all(isinstance(x, LocalAttention) for x in of_causal):
         notices.append(f"All attention layers of {name} have a sliding window of their own; none uses the structure.")
+    elif of_causal and all(isinstance(x, OwnAttention) for x in of_causal) and hasattr(model.config, BLOCK_KEY):
+        notices.append(f"{name} chooses the blocks of all its attention layers itself; none uses the structure.")
     say_notices(notices)  # each once a process
     return watch(model)
 
@@ -142,9 +148,9 @@ class Switch:
             self._attentions = attention_of_each(layers, structures, self._length, name, shared=False)
         if block is not None:
             self._entries[BLOCK_KEY] = block
-        alike: dict[LocalAttention | int, dict[str, nn.Module]] = {}
+        alike: dict[OwnAttention | int, dict[str, nn.Module]] = {}
         for layer, attention in self._attentions.items():
-            key = attention if isinstance(attention, LocalAttention) else id(attention)
+            key = attention if isinstance(attention, OwnAttention) else id(attention)
             alike.setdefault(key, {})[layer] = layers[layer]
         self.kinds = [self._kind(those) for those in alike.values()]
 
@@ -155,6 +161,8 @@ class Switch:
         if isinstance(attention, LocalAttention):
             side = "before each" if any(map(is_causal, layers.values())) else "on each side"
             return Kind(layers, was, now, f"the model's own window, {attention.window} tokens {side}")
+        if isinstance(attention, ChosenBlocks):
+            return Kind(layers, was, now, f"the model's own choice of blocks, of {attention.block} keys")
         if isinstance(attention, StructuredAttention):
             return Kind(layers, was, now, describe(attention))
         return Kind(layers, was, was, NULL, sparse=False)
@@ -210,7 +218,7 @@ def _settle(model: PreTrainedModel, one_by_one: bool = False) -> None:
         give_encoder_its_config(owner, found.decoders)
         config, name = owner.config, type(owner.config).__name__
         with torch.device("cpu"):  # Transformers makes models that it loads on the meta device
-            attentions = attention_of_each(layers, structures_in(config), Length.of(config), name)
+            attentions = attention_of_each(layers, _structures_or_none(config, layers), Length.of(config), name)
             activate(owner, layers, attentions)
     for decoder in found.decoders:
         others = [
@@ -222,6 +230,25 @@ def _settle(model: PreTrainedModel, one_by_one: bool = False) -> None:
         f"{type(model).__name__}: {len(layers)} attention layers stay dense: {why}."
         for why, layers in found.dense.items()
     )
+
+
+def _structures_or_none(config: PreTrainedConfig, layers: Mapping[str, nn.Module]) -> LayerStructures | None:
+    """The structures that a config says; None where it says none of a model that chooses blocks itself in some layers.
+
+    Raises:
+        ValueError: as `structures_in`.
+    """
+    if getattr(config, BLOCK_KEY, None) is not None or not any(map(chosen_blocks_of, layers.values())):
+        return structures_in(config)
+    dense = sum(own_attention_of(layer) is None for layer in layers.values())
+    if dense:
+        say_notices(
+            [
+                f"{dense} of {len(layers)} attention layers stay dense: their model chooses no blocks for them, and "
+                f"{type(config).__name__} has no {BLOCK_KEY}. ds_sparse.sparsify gives them a structure."
+            ]
+        )
+    return None
 
 
 def _has_name(model: PreTrainedModel) -> bool:

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from ...config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, read_block
 from ...config.block import beyond, layers_of
+from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
@@ -34,8 +35,11 @@ CONFIG_KEYS = (BLOCK_KEY, MAX_SEQ_LENGTH_KEY)
 FIRST_LENGTH = 2048
 """Tokens that the layout of a model without a longest sequence is first built for; it doubles with the batch."""
 
-Attention = StructuredAttention | LocalAttention | Callable[..., torch.Tensor]
-"""The attention of a layer: blocks, the window of a local layer, or `dense_attention`."""
+OwnAttention = LocalAttention | ChosenBlocks
+"""The attention of a layer that takes no structure: the model gives it a window, or chooses its blocks."""
+
+Attention = StructuredAttention | OwnAttention | Callable[..., torch.Tensor]
+"""The attention of a layer: blocks of a structure, one of its own, or `dense_attention`."""
 
 
 class Refused(ValueError):
@@ -59,6 +63,7 @@ class Call(NamedTuple):
     sinks: torch.Tensor | None
     position_bias: torch.Tensor | None
     causal: bool
+    chosen: torch.Tensor | None = None
 
 
 class Window(NamedTuple):
@@ -101,26 +106,33 @@ def attach(config: PreTrainedConfig, layers: Mapping[str, nn.Module], attentions
 
 
 def attention_of_each(
-    layers: Mapping[str, nn.Module], structures: LayerStructures, length: Length, model: str, shared: bool = True
+    layers: Mapping[str, nn.Module],
+    structures: LayerStructures | None,
+    length: Length,
+    model: str,
+    shared: bool = True,
 ) -> dict[str, Attention]:
     """Makes what computes in each attention layer of a model of this name.
 
     Args:
+        structures: None leaves the layers dense that have no attention of their own.
         shared: with the layers of other models that say the same; the structures then have a block.
 
     Raises:
         ValueError: a structure has no layout of that length; `layers` of the block name a layer that there is not, or
-            local layers alone.
+            layers alone that take no structure.
     """
+    if structures is None:
+        return {name: own_attention_of(layer) or dense_attention for name, layer in layers.items()}
     _check_entries(structures.entries, list(layers.values()), model)
     made: dict[int, StructuredAttention] = {}
     attentions: dict[str, Attention] = {}
     for number, (name, layer) in enumerate(layers.items()):
-        local, structure = local_attention_of(layer), structures.of(number)
-        if local is None and structure is not None and id(structure) not in made:
+        own, structure = own_attention_of(layer), structures.of(number)
+        if own is None and structure is not None and id(structure) not in made:
             block = structures.block_of(number) if shared else None
             made[id(structure)] = _attention_on(structure, block, length)
-        attentions[name] = local or (dense_attention if structure is None else made[id(structure)])
+        attentions[name] = own or (dense_attention if structure is None else made[id(structure)])
     return attentions
 
 
@@ -159,7 +171,7 @@ def attached_to(layer: nn.Module) -> Attached:
             f"config.{BLOCK_KEY} has structures by layer, and {type(layer).__name__} does not know which layer it is; "
             f'call model.set_attn_implementation("{NAME}"), which numbers them.'
         )
-    structure, attention = structures.of(number or 0), local_attention_of(layer) or dense_attention
+    structure, attention = structures.of(number or 0), own_attention_of(layer) or dense_attention
     if structure is not None and attention is dense_attention:
         attention = _attention_on(structure, structures.block_of(number or 0), length)
     attached = vars(layer)["_ds_sparse"] = Attached(block, length, attention, name, number, window_of(layer))
@@ -223,14 +235,29 @@ def local_attention_of(layer: nn.Module) -> LocalAttention | None:
     return window_of(layer).local
 
 
+def chosen_blocks_of(layer: nn.Module) -> ChosenBlocks | None:
+    """The attention of a layer whose indexer chooses blocks, and says how many keys one has; None for another."""
+    block = getattr(getattr(layer, "indexer", None), "block_size", None)
+    return None if block is None else ChosenBlocks(block)
+
+
+def own_attention_of(layer: nn.Module) -> OwnAttention | None:
+    """The attention of a layer that takes no structure; None for a layer that does."""
+    return chosen_blocks_of(layer) or local_attention_of(layer)
+
+
 def _check_entries(entries: Iterable[str], layers: Sequence[nn.Module], model: str) -> None:
-    """Raises ValueError where the `layers` of a block name a layer that there is not, or local layers alone."""
+    """Raises ValueError where the `layers` of a block name a layer that there is not, or layers alone that take no
+    structure."""
     entries = list(entries)
     wrong = beyond(entries, len(layers), model)
-    local = {number for number, layer in enumerate(layers) if local_attention_of(layer) is not None}
+    owning = {number: own for number, layer in enumerate(layers) if (own := own_attention_of(layer)) is not None}
     for key in () if wrong else entries:
-        if all(number in local for part in layers_of(key) for number in part):
+        numbers = [number for part in layers_of(key) for number in part]
+        if all(isinstance(owning.get(number), LocalAttention) for number in numbers):
             wrong.append(f"{show(key)}: local layers of {model}, which keep the window that the model gives them.")
+        elif all(number in owning for number in numbers):
+            wrong.append(f"{show(key)}: layers of {model} whose blocks the model chooses itself.")
     if wrong:
         raise SparseAttentionConfigError([f"{BLOCK_KEY}.{LAYERS_KEY}.{sentence}" for sentence in wrong])
 
@@ -259,8 +286,8 @@ class Length(NamedTuple):
 
 
 def structure_of(layer: nn.Module) -> SparsityConfig | None:
-    """The structure of a layer whose config has `attn_implementation="ds_sparse"`; None for a local layer, and for one
-    that stays dense."""
+    """The structure of a layer whose config has `attn_implementation="ds_sparse"`; None for a layer with a window or
+    chosen blocks of the model's own, and for one that stays dense."""
     return getattr(attached_to(layer).attention, "sparsity_config", None)
 
 

@@ -25,9 +25,10 @@ from .binding import (
     OtherKeys,
     Refused,
     Window,
+    chosen_blocks_of,
     is_causal,
-    local_attention_of,
     named,
+    own_attention_of,
     seen_across,
     seen_causal,
     seen_windows,
@@ -57,6 +58,10 @@ _EXCHANGES = {
     "accelerate.utils.sequence_parallel": "accelerate's sequence parallelism",
 }
 """Libraries that exchange heads around attention functions of Transformers, by module."""
+
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "minimax_m3_sparse"}
+"""What is computed: all keys, a window, and the blocks that an indexer chooses."""
 
 
 class Untried(Exception):
@@ -126,6 +131,16 @@ def why_not(
         where = f" ({named(layers)})" if layers else ""
         converted = _CONVERTED.get(config.model_type, "")
         return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}{converted}"
+    of_tokens = {
+        layer: module
+        for layer, module in model.named_modules()
+        if layer.rpartition(".")[2] == "indexer" and not hasattr(module, "block_size")
+    }
+    if of_tokens:
+        return (
+            f"{name} has an indexer that chooses tokens ({named(of_tokens)}), of which Transformers makes a mask of "
+            f"pairs; {NAME} takes chosen blocks, as those of MiniMax-M3; train it as it is."
+        )
     if not layers:
         return (
             f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "
@@ -136,7 +151,7 @@ def why_not(
         return _with_cross_attention(model, named(crossing))
     if getattr(config, "add_cross_attention", False):
         return _with_cross_attention(model, "its config says so")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
     foreign = {
@@ -191,12 +206,13 @@ def _why_not_by_trial(
     dropping = {
         layer: module
         for layer, module in layers.items()
-        if local_attention_of(module) is not None and getattr(module, "attention_dropout", False)
+        if own_attention_of(module) is not None and getattr(module, "attention_dropout", False)
     }
     if dropping:
+        what = "chooses its blocks" if chosen_blocks_of(next(iter(dropping.values()))) else "is local"
         return (
-            f"{named(dropping)} of {name} is local and drops attention probabilities, which window attention does not; "
-            "set config.attention_dropout to 0."
+            f"{named(dropping)} of {name} {what} and drops attention probabilities, which {NAME} does not there; set "
+            "config.attention_dropout to 0."
         )
     silent = {layer: module for layer, module in layers.items() if module not in seen}
     if silent:
@@ -265,11 +281,15 @@ def _note(
     key: torch.Tensor,
     value: torch.Tensor,
     causal: bool = False,
+    block_indices: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
     """Stands for StructuredAttention in a trial."""
+    chosen = chosen_blocks_of(module)
     try:
         check_attention_operands(query, key, value)
+        if chosen is not None and block_indices is not None:
+            chosen(query, key, value, block_indices=block_indices)
     except ValueError as error:
         raise Refused(f"{named({name: module})} gives the attention what it does not take. {error}") from error
     if causal and not is_causal(module):

@@ -35,6 +35,11 @@ _TOWERS = {"text_config": _TEXT, "vision_config": _PICTURE}
 _WAVES = {"conv_dim": [8, 8], "conv_kernel": [10, 8], "conv_stride": [8, 8], "num_feat_extract_layers": 2}
 _WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 _LOCAL = {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 4}
+_CHOOSING = {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_key_value_heads": 1, "head_dim": 8}
+_CHOOSING |= {"rotary_dim": 4, "index_n_heads": 1, "index_head_dim": 8, "mlp_layer_types": ["dense"] * 2}
+_LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_LATENT |= {"moe_intermediate_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+_LATENT |= {"index_head_dim": 16, "index_n_heads": 2}
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": {"rope_type": "default"}}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,6 +85,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 2": ("Gemma2Model", _TEXT | _LOCAL),
     "Gemma 3": ("Gemma3TextModel", _TEXT | _LOCAL),
     "GPT-OSS": ("GptOssModel", _TEXT | _LOCAL | _EXPERTS),
+    "MiniMax-M3": ("MiniMaxM3VLTextModel", _TEXT | _CHOOSING),
+    "DeepSeek-V3.2": ("DeepseekV32Model", _TEXT | _LATENT),
+    "GLM-5": ("GlmMoeDsaModel", _TEXT | _LATENT),
 }
 """Family to a class of Transformers and a small config for it."""
 
@@ -130,8 +138,9 @@ def _short(refusal: str) -> str:
 
 
 def _what(report: SparsifyReport) -> str:
-    windows = any("own window" in heading for heading in report.headings)
+    windows, choices = (any(own in heading for heading in report.headings) for own in ("own window", "own choice"))
     parts = ["sparse", *(["local layers in the model's own window"] if windows else [])]
+    parts += ["layers with an indexer in the blocks that it chooses"] if choices else []
     return ", ".join([*parts, *(["part stays dense"] if report.dense else [])])
 
 

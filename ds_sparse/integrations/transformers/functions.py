@@ -14,12 +14,13 @@ from transformers import AttentionInterface
 
 from ...layout import is_distributed
 from ...modules.bert import VARIANTS
+from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, of_keys_or_pairs
 from ...ops.packed_operands import one_as_rows, rows_as_one
 from ..transformers_family import NAME
-from .binding import Call, OtherKeys, Refused, attached_to, of_distances, which
+from .binding import Call, OtherKeys, Refused, attached_to, chosen_blocks_of, of_distances, which
 from .binding import is_causal as is_causal_layer
 from .masks import MASK_DTYPE, Masks, is_seen_to_hide_nothing, refuse_other_masks
 from .packing import PackedDocuments
@@ -43,6 +44,7 @@ def attention(
     position_bias: torch.Tensor | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     ds_sparse_documents: PackedDocuments | None = None,
     ds_sparse_sequence: Part | Alone | None = None,
     **more: Any,
@@ -61,6 +63,8 @@ def attention(
             `binding` has its layers make them; or of pairs of tokens, (1 or B, H, T, T).
         sliding_window: what the layer asked for when it was tried.
         s_aux: of a causal layer, its sinks, a logit a head.
+        block_indices: of a causal layer with an indexer, the blocks that this has chosen, of `indexer.block_size` keys:
+            (B, Hkv or H or 1, T, k), -1 for none.
         ds_sparse_documents: where documents begin that are packed in the rows, as the model's forward has read it.
         ds_sparse_sequence: of a sequence-parallel model, which part of the sequence the tokens are.
 
@@ -77,7 +81,9 @@ def attention(
     else:
         whole = None
     causal = is_causal_layer(module) if is_causal is None else is_causal
-    call = Call(module, query, key, value, attention_mask, scaling, dropout, s_aux, position_bias, causal)
+    call = Call(
+        module, query, key, value, attention_mask, scaling, dropout, s_aux, position_bias, causal, block_indices
+    )
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if causal else {"s_aux": s_aux})})
     output = _attend(call, sliding_window, ds_sparse_documents, ds_sparse_sequence)
     return output if whole is None else whole(output), None
@@ -96,6 +102,7 @@ def _attend(
         )
     if is_in_parts(call.layer, part):
         return attend_part(call, part)
+    _refuse_other_choices(call)
     if documents is not None:
         _refuse_beside_documents(call)
         _refuse_beside_a_window(call._replace(mask=None, position_bias=None), window.local)
@@ -144,9 +151,10 @@ def _attend_causal(call: Call) -> torch.Tensor:
             "the keys of all queries, and a mask of all keys."
         )
     padding = None if mask is None or is_seen_to_hide_nothing(mask) else mask.bool()
+    chosen = {} if call.chosen is None else {"block_indices": call.chosen}
     return _compute(
         call, query, key[:, :, :keys], call.value[:, :, :keys], key_padding_mask=padding, sinks=call.sinks,
-        causal=True, query_offset=offset or None,
+        causal=True, query_offset=offset or None, **chosen,
     )  # fmt: skip
 
 
@@ -190,6 +198,19 @@ def _refuse_beside_documents(call: Call) -> None:
             f"{which(call.layer)} is given packed documents and {_names_of(beside)}, which {NAME} does not compute "
             "together. Give each document a row, with an attention_mask for the padding."
         )
+
+
+def _refuse_other_choices(call: Call) -> None:
+    """Raises Refused for chosen blocks of a layer without an indexer of blocks, or the other way round."""
+    chooses = chosen_blocks_of(call.layer) is not None
+    if chooses != (call.chosen is not None):
+        raise Refused(
+            f"{which(call.layer)} has {'an' if chooses else 'no'} indexer that says how large its blocks are, and "
+            f"gives the attention {'no ' if chooses else ''}block_indices; {NAME} takes both or none. Train it with "
+            'attn_implementation="sdpa".'
+        )
+    if chooses and not call.causal:
+        raise Refused(f"{which(call.layer)} is bidirectional, and {NAME} takes chosen blocks of causal layers alone.")
 
 
 def _refuse_beside_a_window(call: Call, local: LocalAttention | None) -> None:
@@ -240,7 +261,8 @@ def attention_of(layer: nn.Module, query: torch.Tensor) -> Any:
         ValueError: fewer heads than the model has, in a layer that is not dealt to ranks, or not evenly.
     """
     attention: Any = attached_to(layer).attention
-    if not isinstance(attention, StructuredAttention | LocalAttention) and attention is not dense_attention:
+    kinds = StructuredAttention | LocalAttention | ChosenBlocks
+    if not isinstance(attention, kinds) and attention is not dense_attention:
         return attention  # of a trial
     config: Any = layer.config
     of_all, heads = config.num_attention_heads, query.shape[1]
@@ -252,6 +274,11 @@ def attention_of(layer: nn.Module, query: torch.Tensor) -> Any:
             f"{which(layer)} has {of_all} heads and its attention is called with {heads}, as by what exchanges heads "
             "around it for parts of a sequence, such as DeepSpeed's UlyssesSPAttentionHF or accelerate's sequence "
             f"parallelism, without padding and packed documents; {OWN_WAY}"
+        )
+    if isinstance(attention, ChosenBlocks):
+        raise Refused(
+            f"{which(layer)} has {of_all} heads, of which this rank has {heads}, and its indexer has chosen blocks for "
+            "all; train it without tensor parallelism of its attention."
         )
     if not isinstance(attention, StructuredAttention):
         return attention

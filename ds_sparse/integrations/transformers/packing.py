@@ -16,6 +16,7 @@ from ...index.packed import Documents
 from ...models.position_table import base_model, position_table, reserved_rows
 from ...tools.notices import say_notices
 from ..transformers_family import NAME, pretrained_model_around
+from .binding import chosen_blocks_of
 from .masks import hides_nothing
 
 DOCUMENTS_KEYWORD = "ds_sparse_documents"
@@ -218,6 +219,7 @@ def _read_positions(model: nn.Module, given: Mapping[str, Any]) -> torch.Tensor 
     if positions is None:
         return None
     if mask is not None:
+        _refuse_places_without_blocks(model, positions, mask)
         _say_that_a_mask_makes_one_row(model, positions, mask, given)
         return None
     positions = positions.reshape(-1, positions.shape[-1])
@@ -250,6 +252,27 @@ def _say_that_a_mask_makes_one_row(
         )
 
 
+def _refuse_places_without_blocks(model: nn.Module, positions: torch.Tensor, mask: Any) -> None:
+    """Raises ValueError where an indexer, which takes positions for places among the keys, would choose padding alone
+    for a token. Waits for the device where the model has such an indexer."""
+    blocks = [chosen.block for chosen in map(chosen_blocks_of, model.modules()) if chosen is not None]
+    mask = next(iter(mask.values())) if isinstance(mask, dict) else mask
+    if not blocks or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return
+    if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    tokens, keys = positions.shape[-1], mask.shape[1]
+    places = torch.arange(keys - tokens, keys, device=positions.device)
+    behind = (places - positions).masked_fill(mask[:, keys - tokens :].to(positions.device) == 0, 0).max().item()
+    if behind >= min(blocks):
+        raise ValueError(
+            f"{type(model).__name__} is given {behind} tokens of padding on the left, and its indexer takes "
+            f"position_ids for places in the row: of blocks of {min(blocks)} keys it would choose padding alone for "
+            f"some tokens. Pad by less than {min(blocks)} tokens, or on the right; or pass position_ids that count "
+            "padding too, torch.arange(tokens)[None], also to generate."
+        )
+
+
 def _refuse_models_that_cannot(model: nn.Module) -> None:
     parameters, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
     convolutions = [x for x in model.modules() if isinstance(x, nn.Conv1d) and x.kernel_size != (1,)]
@@ -258,6 +281,9 @@ def _refuse_models_that_cannot(model: nn.Module) -> None:
         "takes no position_ids": "position_ids" not in parameters,
         "puts the embeddings of neighbouring tokens together": getattr(config, "trigram_input", False),
         "has convolutions over tokens": bool(convolutions),
+        "has an indexer that chooses blocks of a row, whatever documents they are of": any(
+            chosen_blocks_of(x) is not None for x in model.modules()
+        ),
     }
     why = next((why for why, is_so in whys.items() if is_so), None)
     if why is not None:
