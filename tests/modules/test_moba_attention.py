@@ -1,0 +1,179 @@
+"""Layers whose queries choose their blocks by means of keys: mode "moba"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import random, seeded
+
+import ds_sparse
+from ds_sparse import MobaSparsityConfig, SparseSelfAttention, reference, sparsify
+from ds_sparse.modules.structured_attention import StructuredAttention
+
+OPERATORS = ("selected_attention_forward", "selected_attention_backward")
+
+
+def operands(tokens: int, heads: int = 4, key_heads: int = 2, batch: int = 2) -> list[torch.Tensor]:
+    shapes = (batch, heads, tokens, 16), *[(batch, key_heads, tokens, 16)] * 2
+    return [random(seeded(i), *shape, dtype=torch.float32) for i, shape in enumerate(shapes)]
+
+
+def expected(structure: MobaSparsityConfig, query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
+    """Of tokens that choose, in float64."""
+    groups = key.shape[1] if structure.chosen_by_group else None
+    chosen = reference.select_blocks(
+        query, key, structure.block, structure.num_chosen_blocks, groups=groups, first=structure.num_first_blocks,
+        local=structure.num_sliding_window_blocks // 2 + 1, **options,
+    )  # fmt: skip
+    output = reference.selected_attention(query, key, value, chosen, structure.block, **options)
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_choose(device: str, causal: bool, by_group: bool):
+    structure = MobaSparsityConfig(
+        4, block=16, num_chosen_blocks=4, num_first_blocks=1, num_sliding_window_blocks=3 if causal else 1,
+        chosen_by_group=by_group, causal=causal,
+    )  # fmt: skip
+    wide = [x.double().requires_grad_() for x in operands(100)]
+    mine = [x.to(device).requires_grad_() for x in operands(100)]
+    keep = torch.rand(2, 100, generator=seeded(5)) < 0.8
+    wanted = expected(structure, *wide, causal=causal, key_padding_mask=keep)
+    found = StructuredAttention(structure, 128)(*mine, key_padding_mask=keep.to(device))
+    torch.testing.assert_close(found.cpu().double(), wanted, atol=1e-4, rtol=1e-4)
+    grad = torch.randn(wanted.shape, generator=seeded(6), dtype=torch.float64)
+    of_wanted = torch.autograd.grad(wanted, wide, grad)
+    of_found = torch.autograd.grad(found, mine, grad.float().to(device))
+    for ours, right in zip(of_found, of_wanted, strict=True):
+        torch.testing.assert_close(ours.cpu().double(), right, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_of_queries_choose(device: str, causal: bool):
+    structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=3, selection="block", causal=causal)
+    query, key, value = operands(120)
+    chosen = reference.select_blocks(
+        query.double(), key.double(), 16, 3, causal=causal, local=1, query_block=16
+    )  # (2, 4, 8, 3)
+    live = (chosen.unsqueeze(-1) == torch.arange(8)).any(3)
+    seen = live.repeat_interleave(16, 2).repeat_interleave(16, 3)[..., :120, :120]
+    if causal:
+        seen = seen.tril()
+    everything = torch.ones(1, 8, 8, dtype=torch.bool)
+    wanted = reference.attention(*(x.double() for x in (query, key, value)), everything, 16, attn_mask=seen)
+    found = StructuredAttention(structure, 128)(*(x.to(device) for x in (query, key, value)))
+    torch.testing.assert_close(found.cpu().double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_padding_as_models_write_it_counts_in_no_mean(device: str):
+    """-10000 of BERT's masks, and the least number of a dtype, hide as a bool mask does."""
+    attention = SparseSelfAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), max_seq_length=128)
+    query, key, value = (x.to(device) for x in operands(96, key_heads=4))
+    keep = torch.ones(2, 96, dtype=torch.bool, device=device)
+    keep[:, 70:] = False
+    wanted = attention.attend(query, key, value, key_padding_mask=keep)
+    for least in (-10000.0, torch.finfo(torch.float32).min, float("-inf")):
+        mask = torch.zeros(2, 96, device=device).masked_fill(~keep, least)
+        assert torch.equal(attention(query, key, value, key_padding_mask=mask), wanted)
+
+
+def test_documents_choose_in_their_own(device: str):
+    attention = StructuredAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2, causal=True), 128)
+    query, key, value = (x.to(device) for x in operands(150, batch=1))
+    edges = torch.tensor([0, 37, 37, 150], device=device)
+    found = attention(query, key, value, cu_seqlens=edges)
+    for begin, end in ((0, 37), (37, 150)):
+        alone = attention(*(x[:, :, begin:end] for x in (query, key, value)))
+        torch.testing.assert_close(found[:, :, begin:end], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_cached_keys_are_chosen_as_all_others(device: str):
+    """Tokens one after the other give what they give together, beyond max_seq_length too."""
+    attention = StructuredAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2, causal=True), 32)
+    query, key, value = (x.to(device) for x in operands(80))
+    together = attention(query, key, value)
+    for at in (0, 15, 16, 47, 79):
+        one = attention(query[:, :, at : at + 1], key[:, :, : at + 1], value[:, :, : at + 1], query_offset=at)
+        torch.testing.assert_close(one, together[:, :, at : at + 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "selection", "sentence"),
+    [
+        ({"rpe": torch.zeros(32, 32)}, "token", 'rpe: MobaSparsityConfig with selection "token" does not compute it'),
+        ({"dropout_p": 0.1}, "token", "dropout of attention .0.1.: "),
+        ({"query_offset": 4}, "block", 'query_offset: MobaSparsityConfig with selection "block"'),
+        ({"document_layout": "row", "cu_seqlens": torch.tensor([0, 32])}, "token", 'document_layout="row"'),
+    ],
+)
+def test_what_is_not_computed_is_refused(options: dict[str, Any], selection: Any, sentence: str):
+    attention = StructuredAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2, selection=selection), 32)
+    with pytest.raises(ValueError, match=sentence):
+        attention(*operands(32, batch=1), **options)
+
+
+def test_there_are_no_separate_operations():
+    structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=2)
+    with pytest.raises(ValueError, match='implementation is "separate", and MobaSparsityConfig chooses'):
+        SparseSelfAttention(structure, implementation="separate")
+    with pytest.raises(ValueError, match="MobaSparsityConfig chooses blocks in each call"):
+        SparseSelfAttention(structure).get_ops(4, 128)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"block": 8}, "Input should be 16, 32, 64, 128, 256, 512 or 1024"),
+        ({"num_chosen_blocks": 2, "num_first_blocks": 2}, "take 3 blocks whatever they score, and num_chosen_blocks"),
+        ({"num_chosen_blocks": 2, "num_sliding_window_blocks": 3}, "take 3 blocks"),
+        ({"block": 512, "selection": "block"}, "block is 512, and blocks of queries that choose together have 128"),
+        ({"strict_causal": True}, "strict_causal cuts layouts"),
+    ],
+)
+def test_fields_that_do_not_fit(fields: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        MobaSparsityConfig(4, **fields)
+
+
+def test_the_share_that_is_computed():
+    both = MobaSparsityConfig(4, block=16, num_chosen_blocks=2)
+    assert both.computed_share(64) == 8 / 16
+    causal = MobaSparsityConfig(4, block=16, num_chosen_blocks=2, causal=True)
+    assert causal.computed_share(64) == 7 / 16
+    assert both.computed_share(16) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_decoder_generates_as_it_trains(compiled: bool):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, max_position_embeddings=128,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(50, (2, 70), generator=seeded(0))
+    dense = model(tokens).logits
+    report = sparsify(model, {"mode": "moba", "block": 16, "num_chosen_blocks": 2})
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    whole = forward(input_ids=tokens).logits
+    assert not torch.allclose(whole, dense, atol=1e-4)
+    first = forward(input_ids=tokens[:, :50], use_cache=True)
+    rest = forward(input_ids=tokens[:, 50:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole, atol=1e-4, rtol=1e-4)
+    loss = forward(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    report.undo()
+    torch.testing.assert_close(model(tokens).logits, dense)
+
+
+def test_a_structure_goes_through_its_block():
+    block = {"mode": "moba", "block": 32, "num_chosen_blocks": 3, "selection": "block", "causal": True}
+    structure = ds_sparse.parse_sparse_attention(block, num_heads=4)
+    assert isinstance(structure, MobaSparsityConfig)
+    assert (structure.block, structure.selection, structure.causal) == (32, "block", True)
