@@ -46,7 +46,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
 
   // The bits of the blocks that block_indices (L, R, k) name for each block row, int32 or int64, in any order, perhaps
   // twice; those below 0, or beyond the columns, name none.
-  m.def("index_bits_of_blocks(Tensor block_indices, int columns) -> Tensor");
+  m.def("index_bits_of_blocks(Tensor block_indices, SymInt columns) -> Tensor");
 
   // bits without the blocks above the diagonal.
   m.def("index_causal_bits(Tensor bits) -> Tensor");
@@ -58,7 +58,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // the one after the last, of which its tokens may see some; lost int32 (1), for index_fill: 1 where cu_seqlens is not
   // like that, which a CPU refuses
   m.def(
-      "index_documents(Tensor cu_seqlens, int tokens, int blocks, int block, bool own, int most) "
+      "index_documents(Tensor cu_seqlens, SymInt tokens, SymInt blocks, int block, bool own, SymInt most) "
       "-> (Tensor spans, Tensor lost)");
 
   // bits of the blocks of packed documents, ranges int32 (N, 2) saying with which others each may be live, as above.
@@ -69,7 +69,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // The first token, and the one after the last, that are in each token's document and at most windows[l] away.
   // cu_seqlens (documents + 1), which begins with 0 and ends with tokens, and windows (L), int32 -> int32 (L, tokens,
   // 2)
-  m.def("index_limits(Tensor cu_seqlens, Tensor windows, int tokens) -> Tensor");
+  m.def("index_limits(Tensor cu_seqlens, Tensor windows, SymInt tokens) -> Tensor");
 
   // spans int32 (N, 2) of the blocks that lines and then entries of tiles are, zeros where there is no such block.
   // -> int32 (lines + E, 2)
@@ -80,7 +80,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // row, where `block` is those of a column alone; rows keep their order then.
   // -> plan int32, for index_fill; counts int64, which begin as Header in csrc/index.h
   m.def(
-      "index_plan(Tensor bits, int columns, int block, int[] tiles, bool of_rows, bool of_columns, bool bounded, "
+      "index_plan(Tensor bits, SymInt columns, int block, int[] tiles, bool of_rows, bool of_columns, bool bounded, "
       "int? row_block=None) -> (Tensor plan, Tensor counts)");
 
   // The tiles of a plan: lines, entries, units and cuts of each height of the rows, then of the columns. layout_heads:
@@ -89,9 +89,9 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // one unit more: all behind the last are (-1, their number, 0, 0). Where entries have no space, the tile's units have
   // none, from -1 on; so it is of all tiles where lost, int32 (1), is not 0.
   m.def(
-      "index_fill(Tensor bits, Tensor plan, Tensor counts, int columns, int block, int[] tiles, bool of_rows, "
-      "bool of_columns, bool bounded, int layout_heads, int[] sizes, Tensor? lost=None, int? row_block=None) -> "
-      "Tensor[]");
+      "index_fill(Tensor bits, Tensor plan, Tensor counts, SymInt columns, int block, int[] tiles, bool of_rows, "
+      "bool of_columns, bool bounded, SymInt layout_heads, SymInt[] sizes, Tensor? lost=None, int? row_block=None) "
+      "-> Tensor[]");
 
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
@@ -148,7 +148,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
-      "Tensor row_cuts, int layout_heads, int block, int tile, float scale, bool causal, float dropout_p, "
+      "Tensor row_cuts, SymInt layout_heads, int block, int tile, float scale, bool causal, float dropout_p, "
       "str implementation, bool bounded=False, bool by_sequence=False) -> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
@@ -158,7 +158,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "block_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, Tensor column_lines, "
-      "Tensor column_entries, Tensor column_units, Tensor column_cuts, int layout_heads, int block, int tile, "
+      "Tensor column_entries, Tensor column_units, Tensor column_cuts, SymInt layout_heads, int block, int tile, "
       "float scale, bool causal, float dropout_p, bool deterministic, str implementation, bool bounded=False, "
       "bool by_sequence=False) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
@@ -187,9 +187,9 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "block_attention_bias_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
-      "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, int block, int tile, "
-      "float scale, bool causal, float dropout_p, SymInt[] shape, bool bounded=False, bool by_sequence=False) "
-      "-> Tensor");
+      "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, SymInt layout_heads, int block, "
+      "int tile, float scale, bool causal, float dropout_p, SymInt[] shape, bool bounded=False, "
+      "bool by_sequence=False) -> Tensor");
 
   // Windows: token t with the tokens t - w to t + w, w = window; bands (B, H, T, 2w + 1) hold what belongs to token
   // t - w + j in [..., t, j], and nothing where there is no such token.
@@ -287,7 +287,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // block_attention_forward.
   m.def(
       "selected_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor bits, "
-      "Tensor? offsets, int offset, Tensor? row_lines, Tensor? row_entries, Tensor? row_units, Tensor? row_cuts, "
+      "Tensor? offsets, SymInt offset, Tensor? row_lines, Tensor? row_entries, Tensor? row_units, Tensor? row_cuts, "
       "int bits_heads, int block, int tile, float scale, bool causal, str implementation) "
       "-> (Tensor output, Tensor lse, Tensor rows)");
 
@@ -295,7 +295,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // block_attention_backward. column_...: tiles of keys, whose entries are blocks of 16 rows.
   m.def(
       "selected_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor output, Tensor rows, Tensor? key_bias, Tensor bits, Tensor? offsets, int offset, Tensor? row_lines, "
+      "Tensor output, Tensor rows, Tensor? key_bias, Tensor bits, Tensor? offsets, SymInt offset, Tensor? row_lines, "
       "Tensor? row_entries, Tensor? row_units, Tensor? row_cuts, Tensor? column_lines, Tensor? column_entries, "
       "Tensor? column_units, Tensor? column_cuts, int bits_heads, int block, int tile, float scale, bool causal, "
       "bool deterministic, str implementation) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");

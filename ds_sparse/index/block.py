@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from numbers import Integral
@@ -89,6 +89,9 @@ class BlockIndex(OnDevice):
     capacity: int | None = None
     _lost: Tensor | None = None  # int32 (1): 1 where what the bits were made of was not as it has to be
 
+    by_sequence: bool = field(init=False)  # whether the stored layouts are those of sequences
+    heads_of_sequence: int = field(init=False)  # stored layout heads of each sequence
+
     def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
         if given or (fields and "_made" not in fields):
             raise TypeError(
@@ -96,6 +99,14 @@ class BlockIndex(OnDevice):
                 "from_flex."
             )
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Now: torch.compile cannot trace a backward pass that computes them of symbols.
+        by_sequence = self.num_sequences > 1 and self.layout_heads > 1
+        object.__setattr__(self, "by_sequence", by_sequence)
+        heads = self.layout_heads // self.num_sequences if by_sequence else self.layout_heads
+        object.__setattr__(self, "heads_of_sequence", heads)
 
     @classmethod
     def build(cls, layout: Tensor, block: int, *, capacity: int | None = None) -> BlockIndex:
@@ -190,7 +201,7 @@ class BlockIndex(OnDevice):
                 f"block_indices names block {int(named[tuple(place)])} for row {place[2]} of head {place[1]}, and "
                 f"there are {columns} columns; give numbers below that, and -1 for none."
             )
-        capacity = sequences * heads * rows * min(listed, columns)
+        capacity = sequences * heads * rows * torch.sym_min(listed, columns)
         if capacity >= 2**31:
             raise ValueError(
                 f"block_indices has {capacity} numbers of blocks; the index holds fewer than 2**31. Use larger blocks."
@@ -365,16 +376,6 @@ class BlockIndex(OnDevice):
     def bounded(self) -> bool:
         """Whether its sizes are bounded, and not exact."""
         return self.capacity is not None
-
-    @property
-    def by_sequence(self) -> bool:
-        """Whether the stored layouts are those of sequences."""
-        return self.num_sequences > 1 and self.layout_heads > 1
-
-    @property
-    def heads_of_sequence(self) -> int:
-        """Stored layout heads of each sequence."""
-        return self.layout_heads // self.num_sequences if self.by_sequence else self.layout_heads
 
     @property
     def lists(self) -> Lists:
@@ -573,7 +574,7 @@ class BlockIndex(OnDevice):
         # In whole operations: torch.compile traces no divmod of a size that changes.
         heads = num_values * self.layout_heads // self.live_blocks
         whole = heads * self.live_blocks == num_values * self.layout_heads
-        return heads if whole and (self.num_heads in (1, heads)) else None
+        return heads if whole and (self.num_heads == 1 or self.num_heads == heads) else None
 
     def __getstate__(self) -> dict[str, object]:
         self._ready.wait(self)
@@ -582,7 +583,7 @@ class BlockIndex(OnDevice):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """On another kind of device than it was made on, what that one's kernels walk is made now, not in a call."""
         vars(self).update(state)
-        vars(self)["_ready"] = ReadyEvent(self.device)
+        self.__post_init__()
         if "lists" in self._made and self._made["lists"].slots.keys() != self._walked():
             del self._made["lists"]
             _ = self.lists

@@ -307,13 +307,13 @@ class PackedIndex(OnDevice):
         of_one = index_of_square(layout, block, longest, "the longest document").ready()
         blocks, block = borders.blocks(of_one.block), of_one.block
         refuse_too_large(
-            f"An index of packed documents of {borders.tokens} tokens in blocks of {block}",
+            lambda: f"An index of packed documents of {borders.tokens} tokens in blocks of {block}",
             of_one.layout_heads * blocks**2 // 8,
             on,
             "use larger blocks, or pack fewer documents in a row",
         )
         if borders.known is None:
-            capacity = most_live(of_one, blocks, min(of_one.rows, -(-borders.tokens // block)))
+            capacity = most_live(of_one, blocks, torch.sym_min(of_one.rows, -(-borders.tokens // block)))
         else:
             of_all, not_ahead = live_squares(of_one)[:2]
             counts = borders.known.counts(block)
@@ -474,11 +474,17 @@ def live_squares(index: BlockIndex) -> tuple[list[int], ...]:
 def most_live(index: BlockIndex, blocks: int, longest: int | None = None) -> tuple[int, int]:
     """The live blocks of the top-left so many; with `longest` the most of documents that have so many blocks together,
     up to `longest` each; and those of them that are not above the diagonal. A graph counts none, and has space for all
-    blocks."""
-    if "squares" not in index._made and is_in_graph(index.bits):
+    blocks where they have not been counted before."""
+    is_counted = "squares" in index._made
+    if torch.compiler.is_compiling() or (not is_counted and is_in_graph(index.bits)):
         of_rows = index.layout_heads * blocks
         of_all = of_rows * (blocks if longest is None else longest)
-        return of_all, (of_all + of_rows) // 2
+        most = of_all, (of_all + of_rows) // 2
+        if not is_counted:
+            return most
+        # A number that is looked up by the length would make the graph one of this length.
+        _, _, a_block, not_ahead = live_squares(index)
+        return torch.sym_min(most[0], blocks * a_block[-1]), torch.sym_min(most[1], blocks * not_ahead[-1])
     squares = live_squares(index)
     if longest is None:
         return squares[0][blocks], squares[1][blocks]

@@ -43,7 +43,7 @@ class Selection:
     def of_blocks(cls, block_indices: Tensor, block: int, columns: int) -> Selection:
         """The selection of block_indices (B or 1, L, T, k), int32 or int64; what is no number of a block is none."""
         sequences, heads, tokens, listed = block_indices.shape
-        capacity = sequences * heads * tokens * min(listed, columns)
+        capacity = sequences * heads * tokens * torch.sym_min(listed, columns)
         if capacity >= 2**31:
             raise ValueError(
                 f"block_indices has {capacity} numbers of blocks; attention takes fewer than 2**31. Use "

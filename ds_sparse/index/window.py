@@ -113,7 +113,8 @@ class WindowIndex(OnDevice):
             block = fitting_block(tokens, max(windows), torch.device(device).type)
         need = num_heads * (8 * tokens + (-(-tokens // block)) ** 2)
         refuse_too_large(
-            f"An index of {tokens} tokens in blocks of {block}", need, torch.device(device), "take shorter sequences"
+            lambda: f"An index of {tokens} tokens in blocks of {block}", need, torch.device(device),
+            "take shorter sequences",
         )
         if cu_seqlens is not None and global_tokens:
             raise ValueError(
@@ -125,7 +126,7 @@ class WindowIndex(OnDevice):
             refuse_traced("The index of a window cannot be built", instead)
         # No window reaches further than the sequence, and no product overflows.
         windows, dilations = ([min(n, tokens) for n in numbers] for numbers in (windows, dilations))
-        if len(set(windows)) == len(set(dilations)) == 1:
+        if all(number == numbers[0] for numbers in (windows, dilations) for number in numbers):
             windows, dilations = windows[:1], dilations[:1]
         if not global_tokens and max(dilations) == 1:
             edges = torch.tensor([0, tokens], device="cpu") if cu_seqlens is None else cu_seqlens
@@ -137,7 +138,7 @@ class WindowIndex(OnDevice):
                 blocks = BlockIndex._of_bits(bits, rows, block, heads)
             else:
                 sides = 1 if causal else 2
-                capacity = rows * sum(min(rows, sides * -(-window // block) + 1) for window in windows)
+                capacity = rows * sum(torch.sym_min(rows, sides * -(-window // block) + 1) for window in windows)
                 blocks = BlockIndex._bounded(bits, rows, block, heads, 1, capacity, causal, ranges[0][-1])
                 blocks = blocks if is_in_graph(bits) else blocks.with_tiles()
             return cls(tokens, causal, num_heads, blocks, borders.limits(windows))

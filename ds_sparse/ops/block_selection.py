@@ -318,7 +318,7 @@ def _checked(
         check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
         keep = key_padding_mask.detach().expand(-1, keys)
         keep = keep if keep.dtype == torch.bool else keep != float("-inf")
-    offset, _ = position_of(query_offset, batch, tokens, False)
+    offset, _ = position_of(query_offset, batch, False)
     if isinstance(offset, Tensor):
         positions = offset.to(query.device, non_blocking=query.is_cuda).long().unsqueeze(1)
         return query, key, _Places(0, positions + torch.arange(tokens, device=query.device), keep), groups, as_given

@@ -103,7 +103,8 @@ def check_heads(index: BlockIndex | PackedIndex | MasterLayout | Parts, query: t
     """Raises ValueError unless the layout is for query's heads, and its sequences."""
     heads, given = query.shape[1], index.num_heads
     if isinstance(index, BlockIndex):
-        if index.num_sequences not in (1, query.shape[0]):
+        # One by one: torch.compile does not find a symbol in a tuple.
+        if index.num_sequences != 1 and index.num_sequences != query.shape[0]:
             raise ValueError(
                 f"query has {query.shape[0]} sequences and the layout {index.num_sequences}; give the layout as many, "
                 "or one for all."

@@ -127,7 +127,7 @@ def _bits(x: Tensor, columns: Any) -> Tensor:
 
 
 def _bits_of_documents(x: Arguments) -> Tensor:
-    heads, blocks = 1 if x.bits is None else len(x.bits), len(x.ranges)
+    heads, blocks = 1 if x.bits is None else x.bits.shape[0], x.ranges.shape[0]
     return x.ranges.new_empty(heads, blocks, 4 * _ceil_div(blocks, 32), dtype=torch.uint8)
 
 
@@ -178,7 +178,7 @@ def _index_fill(x: Arguments) -> list[Tensor]:
     for number, ((lines, others, block), tile) in enumerate(product(sides, x.tiles)):
         tiles, work, cuts = _most(x, lines, tile, block)
         if x.bounded:
-            sizes = min(x.sizes[0], heads * tiles * others), heads * work + 1, heads * cuts
+            sizes = torch.sym_min(x.sizes[0], heads * tiles * others), heads * work + 1, heads * cuts
         else:
             sizes = x.sizes[3 * number : 3 * number + 3]
         shapes += [(heads * tiles * max(1, tile // block),), (sizes[0],), (sizes[1], 4), (sizes[2], 3)]
@@ -203,8 +203,8 @@ OPERATORS: dict[str, Operator] = {
     "index_causal_bits": Operator(_like("bits")),
     "index_documents": Operator(lambda x: (x.cu_seqlens.new_empty(2, x.blocks, 2), x.cu_seqlens.new_empty(1))),
     "index_bits_of_documents": Operator(_bits_of_documents),
-    "index_limits": Operator(lambda x: x.cu_seqlens.new_empty(len(x.windows), x.tokens, 2)),
-    "index_tile_spans": Operator(lambda x: x.spans.new_empty(len(x.lines) + len(x.entries), 2)),
+    "index_limits": Operator(lambda x: x.cu_seqlens.new_empty(x.windows.shape[0], x.tokens, 2)),
+    "index_tile_spans": Operator(lambda x: x.spans.new_empty(x.lines.shape[0] + x.entries.shape[0], 2)),
     "index_plan": Operator(_index_plan),
     "index_fill": Operator(_index_fill),
     "transpose": Operator(_like("x")),

@@ -58,19 +58,19 @@ def parts_at(offset: Offset, layout: Any, block: int | None, call: AttentionCall
     refuse_traced("query_offset cannot be read", "call outside of what is compiled.")
     query, keys, tokens = call.query, call.key.shape[2], call.query.shape[2]
     reads = tokens > FEW_QUERIES or call.distance_bias is not None
-    offset, positions = position_of(offset, len(query), tokens, reads)
+    offset, bounds = position_of(offset, len(query), reads)
     if not isinstance(layout, BlockIndex | MasterLayout):
         with_heads(layout)
         if block is None:
             raise ValueError(
                 "query_offset is given and block is not; the layout may be larger than the tokens, so give its block."
             )
-        rows = None if positions is None else range(positions.start // block, -(-positions.stop // block))
+        rows = None if bounds is None else range(bounds[0] // block, -(-(bounds[1] + tokens) // block))
         layout = index_of_layout(layout, block, layout.device, rows)
     elif block is not None and block != layout.block:
         raise ValueError(f"block is {block}, and the index was built for blocks of {layout.block}; leave it out.")
     parts = parts_of(layout)
-    highest, columns = 0 if positions is None else positions.stop - tokens, parts.columns * parts.block
+    highest, columns = 0 if bounds is None else bounds[1], parts.columns * parts.block
     last = highest + tokens - 1
     if _placed(highest, query, parts) is None or keys > columns:
         raise ValueError(
@@ -93,25 +93,26 @@ def _placed(offset: Offset, query: Tensor, parts: Parts) -> Offset | None:
     return offset if offset.device == query.device else offset.to(query.device, non_blocking=not query.is_cpu)
 
 
-def position_of(offset: Offset, batch: int, tokens: int, reads: bool) -> tuple[Offset, range | None]:
-    """The offset, a number where it is one for all sequences, and the positions from the first of all queries to the
-    last; None where they are not read, as those on a GPU, and in graphs, unless `reads`. Raises TypeError or ValueError
-    for what is no such offset, or below 0."""
+def position_of(offset: Offset, batch: int, reads: bool) -> tuple[Offset, tuple[int, int] | None]:
+    """The offset, a number where it is one for all sequences, and the lowest and the highest of them; None where they
+    are not read, as those on a GPU, and in graphs, unless `reads`. Raises TypeError or ValueError for what is no such
+    offset, or below 0."""
     if isinstance(offset, Tensor) and offset.dtype in (torch.int32, torch.int64):
         offset, read = _offsets_of(offset, batch, reads)
         if read is None:
             return offset, None
-        offsets = read or [0]
+        lowest, highest = min(read, default=0), max(read, default=0)
+        offset = lowest if lowest == highest else offset
     elif isinstance(offset, Integral) and not isinstance(offset, bool):
-        offsets = [int(offset)]
+        lowest = highest = offset = int(offset)
     else:
         what = f"a tensor of {offset.dtype}" if isinstance(offset, Tensor) else repr(offset)
         raise TypeError(f"query_offset is {what}; it has to be an integer, or int32 or int64 numbers, one a sequence.")
-    if min(offsets) < 0:
-        raise ValueError(f"query_offset is {min(offsets)}; it is the position of the first query, 0 or more.")
-    if max(offsets) >= 2**31:
-        raise ValueError(f"query_offset is {max(offsets)}; a position is below 2**31.")
-    return offset if len(set(offsets)) > 1 else offsets[0], range(min(offsets), max(offsets) + tokens)
+    if lowest < 0:
+        raise ValueError(f"query_offset is {lowest}; it is the position of the first query, 0 or more.")
+    if highest >= 2**31:
+        raise ValueError(f"query_offset is {highest}; a position is below 2**31.")
+    return offset, (lowest, highest)
 
 
 @outside_transforms_or_traced

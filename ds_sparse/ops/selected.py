@@ -181,7 +181,7 @@ def _attend_blocks(
     """Output and, if it is wanted, lse of a checked call."""
     query, columns = call.query, -(-call.key.shape[2] // block)
     check_numbers(chosen, block, columns)
-    offset, _ = position_of(query_offset, query.shape[0], query.shape[2], False)
+    offset, _ = position_of(query_offset, query.shape[0], False)
     if query.numel() == 0:
         return results_of_nothing(call)
     return _attend(call, Selection.of_blocks(chosen, block, columns), offset, with_lse)

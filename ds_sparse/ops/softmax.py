@@ -154,7 +154,9 @@ class Softmax(OnLayout):
 
 def of_first_head(mask: torch.Tensor, heads: int) -> torch.Tensor:
     """(B, S) from a key padding mask (B, H or 1, S) or (B, H or 1, 1, S), with a warning for H; any other as it is."""
-    if mask.dim() not in (3, 4) or mask.shape[1] not in (1, heads) or mask.shape[2:-1] not in ((), (1,)):
+    if mask.dim() not in (3, 4) or (mask.dim() == 4 and mask.shape[2] != 1):
+        return mask
+    if mask.shape[1] != 1 and mask.shape[1] != heads:
         return mask
     if mask.shape[1] > 1 and torch.compiler.is_compiling():
         _warn_in_a_trace()

@@ -190,8 +190,12 @@ def _refuse_wide(a: torch.Tensor, leading: torch.Size, window: int) -> None:
     """Raises MemoryError where the band of a and another operand can never fit."""
     tokens, width = a.shape[-2], 2 * window + 1
     size = max(1, leading.numel() * tokens) * width * a.element_size()
-    what = f"With window_size {window} a band of {width} numbers for each of {tokens} tokens"
-    refuse_too_large(what, size, a.device, f"{tokens} is a window over all of them, and the rest of the band is 0")
+    refuse_too_large(
+        lambda: f"With window_size {window} a band of {width} numbers for each of {tokens} tokens",
+        size,
+        a.device,
+        f"{tokens} is a window over all of them, and the rest of the band is 0",
+    )
 
 
 def _leading(**operands: torch.Tensor) -> torch.Size:

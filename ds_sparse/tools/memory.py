@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,11 +17,12 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def refuse_too_large(what: str, size: int, device: torch.device, instead: str) -> None:
+def refuse_too_large(what: Callable[[], str], size: int, device: torch.device, instead: str) -> None:
     """Raises MemoryError where something of so many bytes is larger than all memory of the device.
 
     Args:
-        what: as in "A band of 3 numbers a token".
+        what: gives the words, as in "A band of 3 numbers a token"; a graph of torch.compile that wrote the number out
+            would be of that number alone.
         instead: what to do.
     """
     if size <= _SMALL or device.type not in ("cpu", "cuda"):
@@ -31,4 +33,4 @@ def refuse_too_large(what: str, size: int, device: torch.device, instead: str) -
 
         have, where = torch.cuda.get_device_properties(device).total_memory, f"{device} has"
     if size > have:
-        raise MemoryError(f"{what} takes {size >> 30:,} GiB, and {where} {have >> 30:,} GiB; {instead}.")
+        raise MemoryError(f"{what()} takes {size >> 30:,} GiB, and {where} {have >> 30:,} GiB; {instead}.")
