@@ -28,7 +28,7 @@ from .block_selection import select, select_by_compression
 from .distance_gradient import Blocks, distance_bias_backward, distance_bias_gradient
 from .earlier_operators import layout_distance_forward
 from .operands import empty_as, wide_dtype
-from .topk import empty_gradients, empty_results, run_backward, run_forward
+from .topk_operators import empty_gradients, empty_results, run_backward, run_forward
 from .window_attention import window_attention_backward, window_attention_forward, window_order
 
 Arguments = SimpleNamespace

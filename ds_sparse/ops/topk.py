@@ -1,16 +1,16 @@
-"""Attention of queries on lists of the keys that each of them sees, one number for a key or for a few that lie together:
-DeepSeek's sparse attention. The lists' keys are gathered for some tokens at a time, in plain PyTorch, as operators that
-graphs hold whole; larger blocks are those of `selected`."""
+"""Attention of queries on lists of keys, each token its own: numbers of single keys, as in DeepSeek's sparse attention,
+or of blocks of them."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import ops
+from ..index.kernels import require_kernel
 from ..index.packed import Borders, check_form
 from ..index.selection import check_chosen
 from ..index.transforms import outside_transforms_or_traced
@@ -18,18 +18,15 @@ from ..tools.block_sizes import CHOSEN_BLOCK_SIZES
 from ..tools.wording import listed
 from ._library import check_alike, check_inputs, under_autocast
 from .attention_function import attention_function
-from .operands import distinct_when_traced, empty_as, factor_of, of_flash, wide_dtype
+from .operands import distinct_when_traced, factor_of
 from .packed_attention import goes_by_places
-from .packed_operands import check_row, packed_operands, row_of
+from .packed_operands import check_row, packed_operands
 from .query_offset import Offset, position_of
 from .selected import selected_attention
 from .sinks import check_sinks
 
 GATHERED_SIZES = (1, 2, 4, 8)
 """Keys of a number in a list, whose keys are gathered."""
-
-MOST_GATHERED = {"cpu": 2**18, "cuda": 2**26}
-"""Numbers of keys and scores that are held at a time, unless those of one token are more."""
 
 
 class Options(TypedDict, total=False):
@@ -95,7 +92,67 @@ def topk_attention(
     query_offset: int | Tensor = 0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * query @ key^T) @ value, where each query token sees the keys that its list names."""
+    """softmax(scale * query @ key^T) @ value, where each query token sees the keys that its list names.
+
+    Attention by the choice of an indexer: DeepSeek's DSA (granularity 1, one key head, a list for all heads), Qwen's
+    QSA (4), or blocks as in MSA and NSA (64, 128), in the terms of cuDNN's `topk_idxs`. From a granularity of 16 on it
+    is `selected_attention`. Below, lists are written out for some tokens at a time, a few hundred MB: the kernels of
+    `sparse_attn` walk their pairs of tokens and keys, or, where many heads share keys and list, as in DSA, the keys are
+    gathered, and the heads are the rows of products. Memory is linear in tokens, times k for the lists.
+
+    Differentiable in query, key, value and sinks; who chooses the keys has no gradient from here. Nothing waits for the
+    device: CUDA graphs and torch.compile hold it. Statistics and sums are in fp32 or wider. A row without a key is
+    zeros, its lse -inf or the sink, its gradients zero. NaN and infinities reach only rows that see them. The same
+    input gives the same bits, but for the gradients of key and value by products on a GPU, unless
+    `torch.use_deterministic_algorithms(True)` is set. Under autocast query, key and value are cast.
+
+    Sources: DeepSeek-AI, "DeepSeek-V3.2", 2025; NVIDIA's cudnn-frontend, pull request 793, 2026: the lists' form.
+
+    Args:
+        query: (B, H, T, D), or (T, H, D), fp16, bf16, fp32 or fp64, any strides and any D.
+        key: (B, Hkv, S, D), or (S, Hkv, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
+        value: (B, Hkv, S, E), or (S, Hkv, E).
+        topk_idxs: int32 or int64 (B or 1, G, T, k); beside a query (T, H, D) it is (T, G, k), or (T, k) for one G. G is
+            1, Hkv or H: a list for all heads, for those that share a key head, or for each. Number n names the keys
+            from `n * granularity` to before `(n + 1) * granularity`; in any order, repeated ones once. -1 names none,
+            and so do numbers beyond the keys, and those of keys that are ahead of a causal query.
+        granularity: keys that a number names: 1, 2, 4, 8, 16, 32, 64, 128, 256, 512 or 1024. From 16 on dtypes and D
+            are those of `selected_attention`, and the smaller of D and E is filled up to the other.
+        causal: query token i sees key tokens j <= i only.
+        scale: factor of the scores; 1 / sqrt(D) if it is not given.
+        sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one
+            row of packed documents, of which none sees another, (T, H, D) or (1, H, T, D). Numbers count from a
+            document's start, and those beyond its end name none. No query_offset. On a GPU it is not read: where it
+            does not ascend from 0 to T, all is NaN.
+        query_offset: the position of the first query among the keys, 0 or more, S - T while decoding; or (B,) int32 or
+            int64, one a sequence. `causal` counts from there.
+        return_lse: whether to return each row's natural log of its sum of exponentials as well; the sink's is in the
+            sum.
+
+    Returns:
+        (B, H, T, E), or (T, H, E), in query's dtype; with `return_lse` also (B, H, T), or (T, H), in fp32 (fp64 for
+        fp64), differentiable.
+
+    Raises:
+        TypeError: operands that are no tensors; topk_idxs, cu_seqlens or query_offset that hold other than integers; a
+            scale that is no number.
+        ValueError: shapes, dtypes, devices or a number that do not fit.
+        RuntimeError: a device without the kernel.
+
+    Examples:
+        Eight heads that share one key head, as in DSA: each token sees the 4 keys up to itself that score highest.
+
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, latent = torch.randn(64, 8, 24, requires_grad=True), torch.randn(64, 1, 24)
+        >>> scores = torch.randn(64, 64).masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -torch.inf)
+        >>> topk_idxs = scores.topk(4).indices  # what is ahead, as it is for the first tokens, names no key
+        >>> output = ds_sparse.topk_attention(query, latent, latent[..., :16], topk_idxs, causal=True)
+        >>> output.shape
+        torch.Size([64, 8, 16])
+        >>> output.sum().backward()
+    """
     check_inputs(query=query, key=key, value=value, sinks=sinks)
     if isinstance(granularity, bool) or granularity not in GATHERED_SIZES + CHOSEN_BLOCK_SIZES:
         sizes = listed(GATHERED_SIZES + CHOSEN_BLOCK_SIZES, "or")
@@ -159,6 +216,8 @@ def _attend_keys(
     sinks: Tensor | None, cu_seqlens: Tensor | None, query_offset: Offset,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and lse of single keys, or of a few that lie together."""
+    if not query.is_cpu:
+        require_kernel("token_attention_forward", query.device)
     offset, _ = position_of(query_offset, query.shape[0], query.shape[2], False)
     limits, lost = _limits(query, key, causal, cu_seqlens, offset)
     operands = distinct_when_traced(query, key, value)
@@ -173,153 +232,33 @@ def _attend_keys(
     return output, lse
 
 
-@outside_transforms_or_traced
 def _limits(
     query: Tensor, key: Tensor, causal: bool, cu_seqlens: Tensor | None, offset: Offset
 ) -> tuple[Tensor, Tensor | None]:
     """Of each token the first key that it may see, from which its list counts, and the one after the last, int32
     (B or 1, T, 2); and of packed documents whose borders nobody has read, whether these are wrong, int32 (1)."""
-    tokens, keys, device, lost = query.shape[2], key.shape[2], query.device, None
-    position = torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(0)
-    if cu_seqlens is not None:
-        borders = Borders.of(cu_seqlens, tokens, device)
-        first, end = borders.limits([tokens]).clamp(0, tokens).unbind(-1)
-        lost = borders.in_blocks(CHOSEN_BLOCK_SIZES[0], tokens)[2]
+    tokens, device, lost = query.shape[2], query.device, None
+    position = torch.arange(tokens, dtype=torch.int32, device=device)
+    if isinstance(offset, Tensor):
+        # What a GPU sends to the CPU is waited for, as it is read there.
+        offset = offset.to(device, torch.int32, non_blocking=query.is_cuda).unsqueeze(1)
+    position = (position + offset).view(-1, tokens)
+    if cu_seqlens is None:
+        first, end = torch.zeros_like(position), torch.full_like(position, key.shape[2])
     else:
-        if isinstance(offset, Tensor):
-            position = position + offset.to(device, torch.int32, non_blocking=query.is_cuda).unsqueeze(1)
-        else:
-            position = position + offset
-        first, end = torch.zeros_like(position), torch.full_like(position, keys)
+        ranges, lost = _ranges(cu_seqlens, tokens, device)
+        first, end = ranges.unbind(-1)
     if causal:
         end = torch.minimum(end, position + 1)
     return torch.stack([first, end], -1), lost
 
 
-class Lists:
-    """The keys of tokens' lists, gathered for some tokens at a time. Letters: P the pairs of a head of keys and a list,
-    which m neighbouring heads of query share, n the keys that a list names.
-
-    Args:
-        x: what an operator is given, by the names of its schema.
-    """
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-        (self.batch, heads, self.tokens, depth), (_, key_heads, self.keys, _) = x.query.shape, x.key.shape
-        self.pairs = max(x.topk_idxs.shape[1], key_heads)
-        self.together = heads // self.pairs
-        listed = x.topk_idxs.shape[3] * x.granularity
-        of_token = self.batch * self.pairs * listed * (depth + x.value.shape[3] + 2 * self.together)
-        most = MOST_GATHERED.get(x.query.device.type, MOST_GATHERED["cuda"])
-        self.step = max(1, most // max(1, of_token))
-        # Behind the keys of each head is a row of zeros, the key that unused places of lists name.
-        head = torch.arange(self.pairs, device=x.query.device) // (self.pairs // key_heads)
-        sequence = torch.arange(self.batch, device=x.query.device).unsqueeze(1)
-        self.first_row = ((sequence * key_heads + head) * (self.keys + 1))[..., None, None]
-        self.key, self.value = (pad(y, (0, 0, 0, 1)).flatten(0, 2) for y in (x.key, x.value))
-
-    def __iter__(self):
-        """The tokens, (begin, end); the rows of their keys, (B * P * c * n); whether there is a key, (B * P * c, 1, n)."""
-        x, granularity = self.x, self.x.granularity
-        for begin in range(0, self.tokens, self.step):
-            end = min(begin + self.step, self.tokens)
-            numbers, limits = x.topk_idxs[:, :, begin:end], x.limits[:, None, begin:end]
-            first, stop = limits.unsqueeze(-1).unbind(-2)
-            exists = (numbers >= 0) & (numbers < (stop - first + granularity - 1) // granularity)
-            numbers = numbers.masked_fill(~exists, -1).sort(-1).values
-            exists = numbers >= 0
-            exists[..., 1:] &= numbers[..., 1:] != numbers[..., :-1]  # those that are named twice count once
-            place = torch.arange(granularity, device=numbers.device)
-            key = (first.unsqueeze(-1) + numbers.long().unsqueeze(-1) * granularity + place).flatten(-2)
-            seen = exists.repeat_interleave(granularity, -1) & (key < stop)
-            row = self.first_row + torch.where(seen, key, self.keys)
-            seen = seen.expand(self.batch, self.pairs, -1, -1)
-            yield begin, end, row.flatten(), seen.flatten(0, 2).unsqueeze(1)
-
-    def of_tokens(self, y: Tensor, begin: int, end: int) -> Tensor:
-        """y (B, H, T, D), those tokens' as (B * P * c, m, D)."""
-        return y[:, :, begin:end].unflatten(1, (self.pairs, -1)).transpose(2, 3).flatten(0, 2)
-
-    def put(self, y: Tensor, begin: int, end: int, of_tokens: Tensor) -> None:
-        """Writes what `of_tokens` would read."""
-        of_tokens = of_tokens.unflatten(0, (self.batch, self.pairs, -1)).transpose(2, 3)
-        y[:, :, begin:end] = of_tokens.flatten(1, 2)
-
-    def gathered(self, y: Tensor, row: Tensor) -> Tensor:
-        """(B * P * c, n, D)."""
-        return y.index_select(0, row).unflatten(0, (-1, self.x.topk_idxs.shape[3] * self.x.granularity))
-
-    def scores(self, begin: int, end: int, key: Tensor, seen: Tensor) -> Tensor:
-        """(B * P * c, m, n), -inf where a key is not there."""
-        scores = _product(self.of_tokens(self.x.query, begin, end), key.mT) * self.x.scale
-        return scores.masked_fill_(~seen, float("-inf"))
-
-
-def run_forward(x: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the operator `topk_attention_forward`."""
-    output, lse, rows = empty_results(x)
-    with torch.autocast(x.query.device.type, enabled=False):
-        lists = Lists(x)
-        for begin, end, row, seen in lists:
-            scores = lists.scores(begin, end, lists.gathered(lists.key, row), seen)
-            maximum = scores.amax(-1, keepdim=True)
-            maximum = maximum.masked_fill(maximum == float("-inf"), 0)
-            weights = (scores - maximum).exp_()
-            total = weights.sum(-1, keepdim=True)
-            of_tokens = _product(weights, lists.gathered(lists.value, row)) / total.masked_fill(total == 0, 1)
-            lists.put(output, begin, end, of_tokens.to(output.dtype))
-            lists.put(rows, begin, end, torch.cat([maximum, total], -1))
-        torch.add(rows[..., 0], rows[..., 1].log(), out=lse)
-    return output, lse, rows
-
-
-def run_backward(x: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the operator `topk_attention_backward`."""
-    grad_query, wide = empty_as(x.query), wide_dtype(x.query.dtype)
-    with torch.autocast(x.query.device.type, enabled=False):
-        lists = Lists(x)
-        grad_key, grad_value = (torch.zeros_like(y, dtype=wide) for y in (lists.key, lists.value))
-        inner = (x.grad_output.to(wide) * x.output).sum(-1, keepdim=True)
-        if x.grad_lse is not None:
-            inner = inner - x.grad_lse.unsqueeze(-1)
-        for begin, end, row, seen in lists:
-            key, value = lists.gathered(lists.key, row), lists.gathered(lists.value, row)
-            maximum, total = lists.of_tokens(x.rows, begin, end).split(1, -1)
-            probs = (lists.scores(begin, end, key, seen) - maximum).exp_() / total.masked_fill(total == 0, 1)
-            grad = lists.of_tokens(x.grad_output, begin, end)
-            grad_scores = probs * (_product(grad, value.mT) - lists.of_tokens(inner, begin, end)) * x.scale
-            for y in (probs, grad_scores):
-                y.masked_fill_(~seen, 0)  # NaN of the row, and of gradients, stays where keys are
-            lists.put(grad_query, begin, end, _product(grad_scores, key).to(grad_query.dtype))
-            query = lists.of_tokens(x.query, begin, end)
-            grad_key.index_add_(0, row, _product(grad_scores.mT, query).flatten(0, 1))
-            grad_value.index_add_(0, row, _product(probs.mT, grad).flatten(0, 1))
-        grads = (
-            y.unflatten(0, (*z.shape[:2], -1))[:, :, :-1].to(z.dtype, memory_format=torch.contiguous_format)
-            for y, z in ((grad_key, x.key), (grad_value, x.value))
-        )
-    return grad_query, *grads
-
-
-def empty_results(x: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, lse and rows, without values."""
-    shape, wide = x.query.shape[:3], wide_dtype(x.query.dtype)
-    output = empty_as(x.query[..., :1].expand(-1, -1, -1, x.value.shape[3]))
-    return output, x.query.new_empty(shape, dtype=wide), x.query.new_empty((*shape, 2), dtype=wide)
-
-
-def empty_gradients(x: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of query, key and value, without values."""
-    return empty_as(x.query), x.key.new_empty(x.key.shape), x.value.new_empty(x.value.shape)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Of two stacks of matrices, in fp32 or wider."""
-    if b.is_cuda and b.dtype in (torch.float16, torch.bfloat16):
-        return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
-    wide = wide_dtype(b.dtype)
-    return torch.bmm(a.to(wide), b.to(wide))
+@outside_transforms_or_traced
+def _ranges(cu_seqlens: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The first token of each token's document, and the one after its last, int32 (1, T, 2); and as `_limits`."""
+    borders = Borders.of(cu_seqlens, tokens, device)
+    lost = None if borders.known else borders.in_blocks(CHOSEN_BLOCK_SIZES[0], tokens)[2]
+    return borders.limits([tokens]).clamp(0, tokens), lost
 
 
 def _run(index, walk, numbers, query, key, value, bias, key_bias, topk_idxs, limits):
