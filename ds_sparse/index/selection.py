@@ -143,8 +143,8 @@ def check_chosen(
     if not isinstance(block_indices, Tensor) or block_indices.dtype not in (torch.int32, torch.int64):
         what = block_indices.dtype if isinstance(block_indices, Tensor) else type(block_indices).__name__
         raise TypeError(
-            f"{name} is {what}; it has to be an int32 or int64 tensor with the numbers of the key blocks that "
-            "each query token sees, -1 for none."
+            f"{name} is {what}; it has to be an int32 or int64 tensor with the numbers of what each query token "
+            "sees, -1 for none."
         )
     if not _fits(block_indices, query, key_heads, tokens_first):
         sequences, heads, tokens, _ = query.shape
@@ -152,8 +152,7 @@ def check_chosen(
         wanted = f"({tokens}, {of_heads}, k)" if tokens_first else f"({of_batch}, {of_heads}, {tokens}, k)"
         raise ValueError(
             f"{name} has shape {tuple(block_indices.shape)}; for {tokens} tokens of {heads} heads, and "
-            f"{key_heads} heads of keys, it has to be {wanted}: the numbers of k blocks that each token sees, -1 for "
-            "none."
+            f"{key_heads} heads of keys, it has to be {wanted}: k numbers of what each token sees, -1 for none."
         )
     if block_indices.device != query.device and not query.is_meta:
         raise ValueError(f"{name} is on {block_indices.device} and query on {query.device}; move it there.")

@@ -95,10 +95,8 @@ class _Pairs:
         self.batch, heads, _, _ = x.query.shape
         key_heads, keys = x.key.shape[1:3]
         self.lists = self.batch * x.topk_idxs.shape[1]
-        self.key, self.value = (
-            self._by_lists(y.unsqueeze(2).expand(-1, -1, heads // key_heads, -1, -1).flatten(1, 2))
-            for y in (x.key, x.value)
-        )
+        repeated = (y.unsqueeze(2).expand(-1, -1, heads // key_heads, -1, -1) for y in (x.key, x.value))
+        self.key, self.value = (y.reshape(self.lists, -1, *y.shape[3:]) for y in repeated)
         of_all, of_token = self.batch * heads, x.topk_idxs.shape[3] * x.granularity
         self.step = max(1, max(MOST_PAIRS // of_all, 4 * keys) // of_token)
 
