@@ -20,6 +20,7 @@ _PUBLIC = {
     "selected_attention": "ops",
     "select_blocks": "ops",
     "select_blocks_by_compression": "ops",
+    "topk_attention": "ops",
     "PackedIndex": "index",
     "WindowIndex": "index",
     "window_matmul": "ops",
@@ -107,6 +108,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .ops import sparse_attn as sparse_attn
     from .ops import sparse_matmul as sparse_matmul
     from .ops import sparse_matmul_vo as sparse_matmul_vo
+    from .ops import topk_attention as topk_attention
     from .ops import torch_sparse_attention as torch_sparse_attention
     from .ops import unwindow_matmul as unwindow_matmul
     from .ops import window_matmul as window_matmul

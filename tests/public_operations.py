@@ -27,6 +27,7 @@ from ds_sparse import (
     sparse_attn,
     sparse_matmul,
     sparse_matmul_vo,
+    topk_attention,
     unwindow_matmul,
     window_attention,
     window_matmul,
@@ -224,6 +225,13 @@ def of_selections(device: str, masks: str, prepared: bool) -> dict[str, Operatio
         output, lse = selected_attention(q, k, v, chosen[:1, :1].clamp(min=0), 16, return_lse=True)
         return output.sum(-1) + lse.to(output.dtype)
 
+    def on_lists(shapes: list[tuple[int, ...]], numbers: torch.Tensor, *granularity: int, **options) -> Operation:
+        def call(q, k, v, sinks=None):
+            output, lse = topk_attention(q, k, v, numbers, *granularity, sinks=sinks, return_lse=True, **options)
+            return output.sum(-1) + lse.sigmoid().to(output.dtype)
+
+        return Operation("topk_attention", call, shapes, any_batch=len(numbers) == 1 and "query_offset" not in options)
+
     keys = (BATCH, 1, 40, 8)
     operands, odd = [QUERY, keys, keys], [(BATCH, 6, TOKENS, 20), (BATCH, 3, 40, 20), (BATCH, 3, 40, 20)]
     return {
@@ -238,6 +246,14 @@ def of_selections(device: str, masks: str, prepared: bool) -> dict[str, Operatio
         "selected_attention with lse": Operation("selected_attention", with_lse, operands, any_batch=True),
         "selected_attention of packed documents": attention(
             [ROW] * 3, chosen[:1], any_batch=False, cu_seqlens=cu_seqlens
+        ),
+        "topk_attention": on_lists([QUERY, QUERY, (*QUERY[:3], 12)], chosen[:1] * 5, causal=True),
+        "topk_attention, a list a sequence, of pairs of keys, with sinks": on_lists(
+            [*operands, (HEADS,)], chosen[:, :1] * 7, 2, causal=True, query_offset=offsets
+        ),
+        "topk_attention of many heads": on_lists([(BATCH, 64, TOKENS, 12), *[(BATCH, 1, 40, 12)] * 2], chosen[:1, :1]),
+        "topk_attention of packed documents": Operation(
+            "topk_attention", lambda q, k, v: topk_attention(q, k, v, chosen[:1], 4, cu_seqlens=cu_seqlens), [ROW] * 3
         ),
     }
 

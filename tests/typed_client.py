@@ -54,6 +54,8 @@ def operations(query: Tensor, key: Tensor, value: Tensor, layout: Tensor) -> Non
     assert_type(ds_sparse.selected_attention(query, key, value, chosen, 16, causal=True), Tensor)
     both = ds_sparse.selected_attention(query, key, value, chosen, 16, return_lse=True)
     assert_type(both, tuple[Tensor, Tensor])
+    assert_type(ds_sparse.topk_attention(query, key, value, chosen, causal=True), Tensor)
+    assert_type(ds_sparse.topk_attention(query, key, value, chosen, 4, return_lse=True), tuple[Tensor, Tensor])
 
     windows = assert_type(ds_sparse.WindowIndex.build(64, [8, 16]), ds_sparse.WindowIndex)
     assert_type(ds_sparse.window_attention(query, key, value, windows), Tensor)

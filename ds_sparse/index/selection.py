@@ -125,13 +125,16 @@ class AlignedDocuments:
         return Selection.of_blocks(torch.where(is_there, chosen + first, -1), self.block, len(self.ranges))
 
 
-def check_chosen(block_indices: Tensor, query: Tensor, key_heads: int, tokens_first: bool) -> Tensor:
+def check_chosen(
+    block_indices: Tensor, query: Tensor, key_heads: int, tokens_first: bool, name: str = "block_indices"
+) -> Tensor:
     """block_indices as (B or 1, Hkv or H or 1, T, k), without the wrappers of transforms.
 
     Args:
         query: (B, H, T, D).
         key_heads: Hkv.
         tokens_first: they are given as (T, Hkv or H or 1, k), of one sequence.
+        name: how sentences call them.
 
     Raises:
         TypeError: no tensor of whole numbers.
@@ -140,21 +143,20 @@ def check_chosen(block_indices: Tensor, query: Tensor, key_heads: int, tokens_fi
     if not isinstance(block_indices, Tensor) or block_indices.dtype not in (torch.int32, torch.int64):
         what = block_indices.dtype if isinstance(block_indices, Tensor) else type(block_indices).__name__
         raise TypeError(
-            f"block_indices is {what}; it has to be an int32 or int64 tensor with the numbers of the key blocks that "
-            "each query token sees, -1 for none."
+            f"{name} is {what}; it has to be an int32 or int64 tensor with the numbers of what each query token "
+            "sees, -1 for none."
         )
     if not _fits(block_indices, query, key_heads, tokens_first):
         sequences, heads, tokens, _ = query.shape
         of_batch, of_heads = (" or ".join(map(str, dict.fromkeys(x))) for x in ((sequences, 1), (key_heads, heads, 1)))
         wanted = f"({tokens}, {of_heads}, k)" if tokens_first else f"({of_batch}, {of_heads}, {tokens}, k)"
         raise ValueError(
-            f"block_indices has shape {tuple(block_indices.shape)}; for {tokens} tokens of {heads} heads, and "
-            f"{key_heads} heads of keys, it has to be {wanted}: the numbers of k blocks that each token sees, -1 for "
-            "none."
+            f"{name} has shape {tuple(block_indices.shape)}; for {tokens} tokens of {heads} heads, and "
+            f"{key_heads} heads of keys, it has to be {wanted}: k numbers of what each token sees, -1 for none."
         )
     if block_indices.device != query.device and not query.is_meta:
-        raise ValueError(f"block_indices is on {block_indices.device} and query on {query.device}; move it there.")
-    chosen = unwrap_functorch("block_indices", block_indices, needs_values=False)
+        raise ValueError(f"{name} is on {block_indices.device} and query on {query.device}; move it there.")
+    chosen = unwrap_functorch(name, block_indices, needs_values=False)
     return chosen.transpose(0, 1).unsqueeze(0) if tokens_first else chosen
 
 

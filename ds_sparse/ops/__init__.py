@@ -11,6 +11,7 @@ from .selected import selected_attention
 from .softmax import Softmax
 from .token import sparse_attn, sparse_matmul, sparse_matmul_vo
 from .token_steps import gather_attention, jagged_attention, masked_attention, torch_sparse_attention
+from .topk import topk_attention
 from .window import unwindow_matmul, window_matmul, window_softmax
 from .window_attention import window_attention
 
@@ -32,6 +33,7 @@ __all__ = [
     "sparse_attn",
     "sparse_matmul",
     "sparse_matmul_vo",
+    "topk_attention",
     "torch_sparse_attention",
     "unwindow_matmul",
     "window_attention",

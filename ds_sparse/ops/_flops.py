@@ -142,6 +142,17 @@ def pairs(in_scores: int, in_values: int) -> Callable[[SimpleNamespace], int]:
     return formula
 
 
+def listed(in_scores: int, in_values: int) -> Callable[[SimpleNamespace], int]:
+    """Attention on tokens' lists of keys, all of whose places count, with products as of `pairs`."""
+
+    def formula(x: SimpleNamespace) -> int:
+        keys = x.topk_idxs.shape[-1] * x.granularity
+        depths = in_scores * x.query.shape[3] + in_values * x.value.shape[3]
+        return 2 * x.query.shape[:3].numel() * keys * depths
+
+    return formula
+
+
 def pairs_in_tiles(each: int) -> Callable[[SimpleNamespace], int]:
     def formula(x: SimpleNamespace) -> int:
         query, bits = x.query, x.row_pairs

@@ -28,6 +28,7 @@ from .block_selection import select, select_by_compression
 from .distance_gradient import Blocks, distance_bias_backward, distance_bias_gradient
 from .earlier_operators import layout_distance_forward
 from .operands import empty_as, wide_dtype
+from .topk_operators import empty_gradients, empty_results, run_backward, run_forward
 from .window_attention import window_attention_backward, window_attention_forward, window_order
 
 Arguments = SimpleNamespace
@@ -193,6 +194,7 @@ _GIVEN = "Tensor query, Tensor key, Tensor value"
 _MASKS = "Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, float scale, bool causal, float dropout_p"
 _SAVED = f"Tensor grad_output, Tensor? grad_lse, {_GIVEN}, Tensor output, Tensor rows"
 _LISTS = "Tensor row_offsets, Tensor row_columns, int[] row_lengths, int layout_heads, int block"
+_LISTED = "Tensor topk_idxs, Tensor limits, int granularity, float scale"
 _CHOICE = "bool causal, int first, int local"
 _NUMBERS = "SymInt[] windows, bool causal, int[] global_tokens, SymInt[] dilations"
 _THREE = "(Tensor, Tensor, Tensor)"
@@ -279,6 +281,20 @@ OPERATORS: dict[str, Operator] = {
         "SymInt offset, SymInt keys, int block, int k, int length, int stride, float scale, int groups, "
         f"{_CHOICE}) -> Tensor",
         lambda x, *call: select_by_compression(x),
+        one_by_one=True,
+    ),
+    "topk_attention_forward": Operator(
+        empty_results,
+        _flops.listed(1, 1),
+        f"({_GIVEN}, {_LISTED}) -> {_THREE}",
+        lambda x, *call: run_forward(x),
+        one_by_one=True,
+    ),
+    "topk_attention_backward": Operator(
+        empty_gradients,
+        _flops.listed(3, 2),
+        f"({_SAVED}, {_LISTED}) -> {_THREE}",
+        lambda x, *call: run_backward(x),
         one_by_one=True,
     ),
     "window_matmul": Operator(

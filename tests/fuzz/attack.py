@@ -16,7 +16,7 @@ from .spoilt import planted
 OPERATIONS = blocks.OPERATIONS | windows.OPERATIONS | pairs.OPERATIONS | selections.OPERATIONS
 SHARES = {
     "block_sparse_attention": 6, "attention at an offset": 4, "packed attention": 3, "MatMul": 3, "Softmax": 3,
-    "window_attention": 4, "sparse_attn": 3, "selected_attention": 4,
+    "window_attention": 4, "sparse_attn": 3, "selected_attention": 4, "topk_attention": 3,
 }  # fmt: skip
 TURNS = [name for name in OPERATIONS for _ in range(SHARES.get(name, 2))]
 """An operation for each number, one round after another."""

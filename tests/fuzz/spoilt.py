@@ -14,7 +14,7 @@ from .meanings import Attention, Tensors, gradient_of
 
 CONTAINS = (
     *("block_sparse_attention", "attention at an offset", "packed attention", "window_attention", "sparse_attn"),
-    *("gather_attention", "selected_attention"),
+    *("gather_attention", "selected_attention", "topk_attention"),
 )
 """Operations that keep such numbers to the rows that see them."""
 

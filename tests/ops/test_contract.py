@@ -227,7 +227,8 @@ def test_compiles_into_one_graph_where_nothing_wants_a_gradient(device: str, nam
 
 IN_GRAPHS = {
     "attention of a module", "attention of a module by distance", "attention by distance", "window_attention",
-    "window_attention, dilated",
+    "window_attention, dilated", "topk_attention", "topk_attention of many heads", "topk_attention of packed documents",
+    "topk_attention, a list a sequence, of pairs of keys, with sinks",
 }  # fmt: skip
 """Operations whose graphs hold operators made in Python."""
 

@@ -19,6 +19,7 @@ from ds_sparse import (
     selected_attention,
     sparse_attn,
     sparse_matmul,
+    topk_attention,
     unwindow_matmul,
     window_attention,
     window_matmul,
@@ -177,6 +178,14 @@ def test_chosen_blocks_are_counted_whole_once_and_not_ahead(
     options = {"causal": causal, "query_offset": torch.tensor(offset, device=device)}
     found = counted(lambda *x: selected_attention(*x, chosen.to(device), 16, **options), *given)
     assert found == (4 * 24 * 16 * blocks, 10 * 24 * 16 * blocks)
+
+
+def test_lists_of_keys_count_all_places(device: str):
+    given = tensors(device, (3, 8, 40, 20), (3, 2, 70, 20), (3, 2, 70, 12))
+    numbers = torch.randint(-1, 20, (1, 2, 40, 4), generator=seeded()).to(device)
+    pairs = 3 * 8 * 40 * 4 * 4
+    found = counted(lambda *x: topk_attention(*x, numbers, 4, causal=True), *given)
+    assert found == (2 * (20 + 12) * pairs, 2 * (3 * 20 + 2 * 12) * pairs)
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (3, 1), (3, 2)], ids=str)

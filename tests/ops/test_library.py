@@ -70,6 +70,7 @@ def test_every_operator_of_the_schema_is_listed():
     in_python |= {"block_attention_distance_backward", "layout_attention_distance_backward"}
     in_python |= {"window_numbers_forward", "window_numbers_backward"}
     in_python |= {"select_blocks", "select_blocks_by_compression"}
+    in_python |= {"topk_attention_forward", "topk_attention_backward"}
     native = kernels.OPERATORS + kernels.INDEX_OPERATORS + kernels.HOPPER_OPERATORS
     assert registered == {*native, *in_python}
 
