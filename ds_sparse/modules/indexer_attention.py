@@ -45,9 +45,9 @@ class IndexerAttention(nn.Module):
 
     Attributes:
         query_weight: (Hi, H / Hi * D, Di), and key_weight: (Hi, Hkv / Hi * D, Di), or (Hi, D, Di) with H index heads.
-        loss: of the last call that learned, without a gradient if there is a `loss_weight`; None after calls in
-            evaluation, without gradients or with a `query_offset`. Under activation checkpointing that is reentrant it
-            is there after the backward pass.
+        loss: that of the last call that learned, which those in evaluation, without gradients or with a `query_offset`
+            do not. It has a gradient if there is no `loss_weight`, and is else a buffer that the state dict has not.
+            Where activations are checkpointed by PyTorch's `use_reentrant=True` it is there after the backward pass.
 
     Raises:
         ValueError: numbers that do not fit.
@@ -64,7 +64,7 @@ class IndexerAttention(nn.Module):
         (torch.Size([]), torch.Size([2, 32, 16]))
     """
 
-    loss: Tensor | None
+    loss: Tensor
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class IndexerAttention(nn.Module):
         self.num_heads, self.num_key_heads, self.head_dim = num_heads, num_key_heads, head_dim
         self.index_heads, self.index_dim = index_heads, index_dim
         self.block, self.k, self.first, self.local, self.loss_weight = block, k, first, local, loss_weight
-        self.loss = None
+        self.register_buffer("loss", torch.zeros(()), persistent=False)
         if index_dim is None:
             self.query_weight = self.key_weight = None
             return
@@ -146,13 +146,15 @@ class IndexerAttention(nn.Module):
         output = selected_attention(
             query, key, value, chosen, self.block, scale=scale, query_offset=query_offset, **more
         )
-        self.loss = None
         at_start = not isinstance(query_offset, Tensor) and query_offset == 0
         if self.training and torch.is_grad_enabled() and at_start:
             loss = indexer_loss(query, key, index_query, index_key, chosen, self.block, scale=scale, **more)
             if self.loss_weight:
-                output, loss = _WithLoss.apply(output, loss, float(self.loss_weight)), loss.detach()
-            self.loss = loss
+                output = _WithLoss.apply(output, loss, float(self.loss_weight))
+                # In place, as graphs that compute activations again let no module keep another tensor.
+                self.loss.copy_(loss.detach())
+            else:
+                self.loss = loss
         return output
 
     def _index(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -165,7 +165,9 @@ class Compression(nn.Module):
         super().__init__()
         self.stride = stride
         self.position = nn.Parameter(torch.empty(length, head_dim))
-        self.mlp = nn.Sequential(nn.Linear(length * head_dim, head_dim), nn.GELU(), nn.Linear(head_dim, head_dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(length * head_dim, head_dim), nn.GELU(), nn.Linear(head_dim, head_dim, bias=False)
+        )
         nn.init.normal_(self.position, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
