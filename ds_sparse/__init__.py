@@ -40,6 +40,9 @@ _PUBLIC = {
     "SparseSelfAttention": "modules.self_attention",
     "BertSparseSelfAttention": "modules.bert",
     "SparseMultiheadAttention": "modules.multihead_attention",
+    "NativeSparseAttention": "modules.native_sparse_attention",
+    "IndexerAttention": "modules.indexer_attention",
+    "indexer_loss": "modules.indexer_attention",
     "SequenceParallelAttention": "sequence",
     "sequence_batches": "sequence",
     "sequence_parallel": "integrations.transformers.sequence",
@@ -95,7 +98,10 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
     from .models.sparsify import sparsify as sparsify
     from .modules.bert import BertSparseSelfAttention as BertSparseSelfAttention
+    from .modules.indexer_attention import IndexerAttention as IndexerAttention
+    from .modules.indexer_attention import indexer_loss as indexer_loss
     from .modules.multihead_attention import SparseMultiheadAttention as SparseMultiheadAttention
+    from .modules.native_sparse_attention import NativeSparseAttention as NativeSparseAttention
     from .modules.self_attention import SparseSelfAttention as SparseSelfAttention
     from .ops import MatMul as MatMul
     from .ops import Softmax as Softmax

@@ -508,6 +508,7 @@ def nsa(
     first: int = 1,
     local: int = 2,
     scale: float | None = None,
+    key_padding_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Native sparse attention: gated causal attention on compressed keys, on chosen blocks, and on a window.
 
@@ -522,6 +523,7 @@ def nsa(
         block, k, length, stride, first, local: as in `select_blocks_by_compression`.
         window: tokens that are seen there, the query's own and those before it.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
+        key_padding_mask: bool (B or 1, T); keys where it is False are not seen, nor compressed keys made of one.
 
     Returns:
         (B, H, T, D).
@@ -536,21 +538,24 @@ def nsa(
         torch.Size([1, 2, 60, 8])
     """
     tokens = query.shape[2]
+    keep = torch.ones(1, tokens, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
     chosen = select_blocks_by_compression(
-        query, compressed_key, block, k, length, stride, tokens, scale=scale, causal=True, first=first, local=local
-    )
+        query, compressed_key, block, k, length, stride, tokens, scale=scale, causal=True, first=first, local=local,
+        key_padding_mask=keep,
+    )  # fmt: skip
     position = torch.arange(tokens)[:, None]
-    complete = torch.arange(compressed_key.shape[2]) * stride + length - 1 <= position
+    whole = keep.unfold(1, length, stride).all(-1) if tokens >= length else keep[:, :0]
+    complete = (torch.arange(compressed_key.shape[2]) * stride + length - 1 <= position) & whole[:, None]
     away = position - torch.arange(tokens)
-    near = (away >= 0) & (away < window)
+    near = (away >= 0) & (away < window) & keep[:, None]
     everything = torch.ones(1, 1, dtype=torch.bool)
 
     def on(keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        output = attention(query, keys, values, everything, max(seen.shape), scale, attn_mask=seen[None, None])
+        output = attention(query, keys, values, everything, tokens, scale, attn_mask=seen[:, None])
         assert isinstance(output, torch.Tensor)
         return output
 
-    selected = selected_attention(query, key, value, chosen, block, causal=True, scale=scale)
+    selected = selected_attention(query, key, value, chosen, block, causal=True, scale=scale, key_padding_mask=keep)
     assert isinstance(selected, torch.Tensor)
     branches = on(compressed_key, compressed_value, complete), selected, on(window_key, window_value, near)
     return sum((gate[..., None] * x for gate, x in zip(gates.unbind(-1), branches)), torch.zeros_like(query))
@@ -568,13 +573,15 @@ def msa(
     local: int = 1,
     scale: float | None = None,
     index_scale: float | None = None,
+    causal: bool = True,
+    key_padding_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention on the blocks that an indexer chooses, and the loss that teaches the indexer.
+    """Attention on the blocks that an indexer chooses, and the loss that teaches the indexer.
 
     Source: MiniMax, "MiniMax-M3", 2026. The loss is the divergence KL(attention || indexer) of probabilities over the
     keys that a query sees: those of attention, the mean over the heads that one head of the indexer chooses for, teach
     and have no gradient; those of the indexer are softmax(index_scale * index_query @ index_key^T). It is the mean over
-    sequences, heads of the indexer and queries.
+    sequences, heads of the indexer, and queries that see something and are no padding.
 
     Args:
         query: (B, H, T, D).
@@ -583,6 +590,8 @@ def msa(
         index_key: (B, 1 or a divisor of Hi, T, Di).
         block, k, first, local: as in `select_blocks`.
         scale, index_scale: factors of the scores; 1 / sqrt(D) and 1 / sqrt(Di) if they are not given.
+        causal: a query sees no key after its own position.
+        key_padding_mask: bool (B or 1, T); keys where it is False are not seen.
 
     Returns:
         (B, H, T, D), which has gradients for query, key and value, and the loss, for index_query and index_key.
@@ -596,22 +605,29 @@ def msa(
         (torch.Size([1, 2, 60, 8]), torch.Size([]))
     """
     tokens, index_heads = query.shape[2], index_query.shape[1]
-    chosen = select_blocks(index_query, index_key, block, k, "max", causal=True, first=first, local=local)
-    output = selected_attention(query, key, value, chosen, block, causal=True, scale=scale)
+    keep = torch.ones(1, tokens, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+    chosen = select_blocks(
+        index_query, index_key, block, k, "max", causal=causal, first=first, local=local, key_padding_mask=keep
+    )
+    output = selected_attention(query, key, value, chosen, block, causal=causal, scale=scale, key_padding_mask=keep)
     assert isinstance(output, torch.Tensor)
-    numbers = torch.arange(tokens) // block
-    seen = (chosen.unsqueeze(-1) == numbers).any(-2) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    numbers, place = torch.arange(tokens) // block, torch.arange(tokens)
+    seen = (chosen.unsqueeze(-1) == numbers).any(-2) & keep[:, None, None]
+    if causal:
+        seen = seen & (place <= place[:, None])
+    counts = seen.any(-1) & keep[:, None]
 
     def log_probs(q: torch.Tensor, k: torch.Tensor, scale: float | None) -> torch.Tensor:
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        hidden = ~seen.repeat_interleave(q.shape[1] // index_heads, 1)
+        hidden = ~seen & counts.unsqueeze(-1)  # a row without a key would be NaN
+        hidden = hidden.repeat_interleave(q.shape[1] // index_heads, 1)
         return torch.log_softmax(scores.masked_fill(hidden, float("-inf")), -1)
 
     teacher = log_probs(query, key, scale).exp().unflatten(1, (index_heads, -1)).mean(2).detach()
     student = log_probs(index_query, index_key, index_scale)
     divergence = torch.where(teacher > 0, teacher * (teacher.log() - student), 0)
-    return output, divergence.sum(-1).mean()
+    return output, divergence.sum(-1)[counts].mean()
 
 
 def bias_of_pairs(distance_bias: torch.Tensor, tokens: int, keys: int, query_offset: int = 0) -> torch.Tensor:

@@ -1,0 +1,275 @@
+"""IndexerAttention: attention on the blocks of keys that an indexer chooses, and the loss that teaches it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..ops import select_blocks, selected_attention
+from ..ops._autograd import Function
+from ..ops.operands import wide_dtype
+from .operand_checks import check_operands, check_sizes, kept
+
+
+class IndexerAttention(nn.Module):
+    """Attention on the blocks of keys that an indexer chooses, whose heads are few and small.
+
+    A block's score is the largest product of the indexer's query with one of its keys that the token sees. The choice
+    has no gradient: in training the indexer learns from the attention that it chose for, by `indexer_loss`. Its
+    gradient flows although nobody adds the loss to the model's: where the output has a gradient, the loss has one of
+    `loss_weight`. Only what the indexer's queries and keys are made of by gets it.
+
+    Operands are those of attention layers, after rotary embedding. The indexer's query is a projection of the queries
+    of all heads that an index head chooses for, concatenated, and its key one of their keys; both are detached. It
+    begins as the mean product of these heads, on a random projection. Who makes the indexer's queries and keys of the
+    hidden state, as the source does, gives them to each call, and detaches that state.
+
+    Sources: MiniMax, "MiniMax-M3", 2026; DeepSeek-AI, "DeepSeek-V3.2", 2025 (the loss).
+
+    Args:
+        num_heads: H.
+        num_key_heads: Hkv, a divisor of it.
+        head_dim: D.
+        index_heads: Hi, heads of the indexer: Hkv, H or 1; Hkv if it is not given.
+        index_dim: Di, numbers of each, D at most; None makes no projections: `index_query` and `index_key` are given.
+        block: keys in a block: 16, 32, 64, 128, 256, 512 or 1024.
+        k: how many blocks a token sees, with those of `first` and `local`.
+        first, local: so many blocks from the start, and so many up to the token's own, are seen whatever they score; if
+            not causal, as many behind it.
+        loss_weight: the loss' gradient. With None nothing is added to the model's gradient, and the user adds `loss` to
+            the model's. Optimizers of Adam's kind learn alike with any weight; where fp16 losses are scaled, give the
+            scale.
+
+    Attributes:
+        query_weight: (Hi, H / Hi * D, Di), and key_weight: (Hi, Hkv / Hi * D, Di), or (Hi, D, Di) with H index heads.
+        loss: that of the last call that learned, which those in evaluation, without gradients or with a `query_offset`
+            do not. It has a gradient if there is no `loss_weight`, and is else a buffer that the state dict has not.
+            Where activations are checkpointed by PyTorch's `use_reentrant=True` it is there after the backward pass.
+
+    Raises:
+        ValueError: numbers that do not fit.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> attention = ds_sparse.IndexerAttention(8, 2, 32, index_dim=16, block=16, k=4)
+        >>> query = torch.randn(1, 8, 100, 32, requires_grad=True)
+        >>> key, value = torch.randn(1, 2, 100, 32), torch.randn(1, 2, 100, 32)
+        >>> output = attention(query, key, value)
+        >>> output.sum().backward()
+        >>> attention.loss.shape, attention.key_weight.grad.shape
+        (torch.Size([]), torch.Size([2, 32, 16]))
+    """
+
+    loss: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_key_heads: int,
+        head_dim: int,
+        *,
+        index_heads: int | None = None,
+        index_dim: int | None = 64,
+        block: int = 128,
+        k: int = 16,
+        first: int = 0,
+        local: int = 1,
+        loss_weight: float | None = 1.0,
+    ) -> None:
+        super().__init__()
+        check_sizes(num_heads, num_key_heads, block, k, first, local)
+        index_heads = num_key_heads if index_heads is None else index_heads
+        if index_heads not in (1, num_key_heads, num_heads):
+            raise ValueError(
+                f"index_heads is {index_heads}; it has to be num_key_heads ({num_key_heads}), num_heads "
+                f"({num_heads}) or 1."
+            )
+        _check_index_dim(index_dim or 1, head_dim)
+        self.num_heads, self.num_key_heads, self.head_dim = num_heads, num_key_heads, head_dim
+        self.index_heads, self.index_dim = index_heads, index_dim
+        self.block, self.k, self.first, self.local, self.loss_weight = block, k, first, local, loss_weight
+        self.register_buffer("loss", torch.zeros(()), persistent=False)
+        if index_dim is None:
+            self.query_weight = self.key_weight = None
+            return
+        projection = torch.randn(index_heads, 1, head_dim, index_dim) * (index_dim * head_dim) ** -0.25
+        self.query_weight, self.key_weight = (
+            nn.Parameter(projection.repeat(1, heads, 1, 1).flatten(1, 2) / heads)
+            for heads in (num_heads // index_heads, max(1, num_key_heads // index_heads))
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        index_query: Tensor | None = None,
+        index_key: Tensor | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        query_offset: int | Tensor = 0,
+    ) -> Tensor:
+        """Attention of each token to the blocks that the indexer chooses for it.
+
+        Args:
+            query: (B, H, T, D), fp16, bf16 or fp32, on the CPU also fp64.
+            key, value: (B, Hkv, S, D).
+            index_query: (B, Hi, T, Di), in the place of the module's.
+            index_key: (B, Hi or 1, S, Di), which comes with it.
+            causal, scale, key_padding_mask, cu_seqlens, query_offset: as in `selected_attention`; with `cu_seqlens` B
+                is 1. With a `query_offset`, as while decoding, there is no loss.
+
+        Returns:
+            (B, H, T, D).
+
+        Raises:
+            TypeError: operands that are no tensors.
+            ValueError: shapes that do not fit.
+        """
+        check_operands(query, key, value, self.num_heads, self.num_key_heads, self.head_dim)
+        if index_query is None or index_key is None:
+            if index_query is not None or index_key is not None:
+                raise ValueError("One of index_query and index_key is given; give both, or neither.")
+            index_query, index_key = self._index(query, key)
+        more: dict[str, Any] = {"causal": causal, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
+        chosen = select_blocks(
+            index_query, index_key, self.block, self.k, score="max", first=self.first, local=self.local,
+            query_offset=query_offset, **more,
+        )  # fmt: skip
+        output = selected_attention(
+            query, key, value, chosen, self.block, scale=scale, query_offset=query_offset, **more
+        )
+        at_start = not isinstance(query_offset, Tensor) and query_offset == 0
+        if self.training and torch.is_grad_enabled() and at_start:
+            loss = indexer_loss(query, key, index_query, index_key, chosen, self.block, scale=scale, **more)
+            if self.loss_weight:
+                output = _WithLoss.apply(output, loss, float(self.loss_weight))
+                # In place, as graphs that compute activations again let no module keep another tensor.
+                self.loss.copy_(loss.detach())
+            else:
+                self.loss = loss
+        return output
+
+    def _index(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The indexer's queries and keys, (B, Hi, T, Di) and (B, Hi, S, Di)."""
+        if self.query_weight is None or self.key_weight is None:
+            raise ValueError("index_dim is None, so there are no projections; give index_query and index_key.")
+        key = _repeated(key, max(self.index_heads, self.num_key_heads))
+        of_query, of_key = (
+            x.detach().unflatten(1, (self.index_heads, -1)).transpose(2, 3).flatten(3) for x in (query, key)
+        )
+        return of_query @ self.query_weight, of_key @ self.key_weight
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_key_heads={self.num_key_heads}, head_dim={self.head_dim}, "
+            f"index_heads={self.index_heads}, index_dim={self.index_dim}, block={self.block}, k={self.k}, "
+            f"first={self.first}, local={self.local}, loss_weight={self.loss_weight}"
+        )
+
+
+def indexer_loss(
+    query: Tensor,
+    key: Tensor,
+    index_query: Tensor,
+    index_key: Tensor,
+    chosen: Tensor,
+    block: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """What an indexer learns by: the cross entropy of attention's probabilities and its own, on the chosen keys.
+
+    Attention's, the mean over the heads that an index head chooses for, have no gradient; the indexer's are
+    softmax(index_scale * index_query @ index_key^T). The cross entropy is the divergence KL(attention || indexer) and
+    the entropy of attention, which has no gradient: gradients are those of the divergence. It is the mean over
+    sequences, index heads, and tokens that see something and are no padding. No matrix of tokens by keys is made:
+    memory is linear in tokens, and time that of two calls of `selected_attention`.
+
+    Sources: DeepSeek-AI, "DeepSeek-V3.2", 2025; MiniMax, "MiniMax-M3", 2026.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, Hkv, T, D).
+        index_query: (B, Hi, T, Di); Hi is Hkv, H or 1, Di at most D.
+        index_key: (B, Hi or 1, T, Di).
+        chosen: (B, Hi, T, k), the numbers of blocks that each token sees: of `select_blocks`.
+        block: keys in a block.
+        causal, scale, cu_seqlens, key_padding_mask: as in `selected_attention`; with `cu_seqlens` B is 1.
+        index_scale: factor of the indexer's scores; 1 / sqrt(Di) if it is not given.
+
+    Returns:
+        A scalar, fp32 or fp64, with a gradient for index_query and index_key alone.
+
+    Raises:
+        TypeError: operands that are no tensors.
+        ValueError: shapes, dtypes or devices that do not fit.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key = torch.randn(1, 8, 100, 32), torch.randn(1, 2, 100, 32)
+        >>> index_query = torch.randn(1, 2, 100, 16, requires_grad=True)
+        >>> index_key = torch.randn(1, 1, 100, 16, requires_grad=True)
+        >>> chosen = ds_sparse.select_blocks(index_query, index_key, 16, 4, score="max", causal=True)
+        >>> ds_sparse.indexer_loss(query, key, index_query, index_key, chosen, 16, causal=True).backward()
+        >>> index_key.grad.shape
+        torch.Size([1, 1, 100, 16])
+    """
+    head_dim, (index_heads, _, index_dim) = query.shape[3], index_query.shape[1:]
+    _check_index_dim(index_dim, head_dim)
+    index_scale = index_dim**-0.5 if index_scale is None else index_scale
+    more: dict[str, Any] = {"causal": causal, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
+    _, lse = selected_attention(
+        index_query, index_key, index_key.detach(), chosen, block, scale=index_scale, return_lse=True, **more
+    )
+    # The mean score under attention's probabilities is a product with the mean of the indexer's keys under them.
+    values, heads = pad(index_key, (0, head_dim - index_dim)), max(key.shape[1], index_key.shape[1])
+    keys, values = (_repeated(x, heads) for x in (key.detach(), values))
+    means = selected_attention(query.detach(), keys, values, chosen, block, scale=scale, **more)[..., :index_dim]
+    means = means.unflatten(1, (index_heads, -1)).mean(2, dtype=wide_dtype(means.dtype))
+    cross_entropy = lse - index_scale * (index_query * means).sum(-1)
+    counts = lse > float("-inf")
+    if key_padding_mask is not None:
+        counts = counts & kept(key_padding_mask)[:, None]
+    return torch.where(counts, cross_entropy, 0).sum() / counts.sum().clamp(min=1)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """x (B, n, T, D) with so many heads, a multiple of n: each as often as that takes."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _check_index_dim(index_dim: int, head_dim: int) -> None:
+    if not 1 <= index_dim <= head_dim:
+        raise ValueError(
+            f"The indexer's heads have {index_dim} numbers, and those of attention {head_dim}; give 1 to {head_dim}."
+        )
+
+
+class _WithLoss(Function):
+    """The output; where it has a gradient, the loss has that of `weight`."""
+
+    @staticmethod
+    def forward(output: Tensor, loss: Tensor, weight: float) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, loss, ctx.weight = inputs
+        ctx.like = {"dtype": loss.dtype, "device": loss.device}
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.full((), ctx.weight, **ctx.like), None

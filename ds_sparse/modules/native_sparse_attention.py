@@ -1,0 +1,238 @@
+"""NativeSparseAttention: gated attention on compressed keys, on the blocks that these choose, and on a window."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..ops import select_blocks_by_compression, selected_attention, window_attention
+from .operand_checks import check_operands, check_sizes, kept
+
+_ALL = 2**30
+"""A window that holds all keys. It does not depend on the length, so that one graph serves all lengths."""
+
+
+class NativeSparseAttention(nn.Module):
+    """Causal attention in three branches, which gates of each token and head add up.
+
+    One attends to compressed keys, each made of `length` keys by an MLP; one to the `k` blocks of keys to which a group
+    of heads gives most in the first; and one to a window. Operands are those of attention layers, after rotary
+    embedding, and so the gates are a function of each head's query, where the source has that of the hidden state; who
+    wants that gives `gates`. Memory is linear in tokens: no matrix of tokens by compressed keys is made.
+
+    Source: Yuan et al., "Native sparse attention: Hardware-aligned and natively trainable sparse attention", 2025.
+
+    Args:
+        num_heads: H.
+        num_key_heads: Hkv, a divisor of it.
+        head_dim: D.
+        block: keys in a block that is chosen: 16, 32, 64, 128, 256, 512 or 1024.
+        k: how many blocks a token sees, with those of `first` and `local`.
+        length, stride: a compressed key is made of `length` keys, and begins `stride` behind the one before it. Both
+            `length` and `block` are multiples of `stride`.
+        window: tokens that the window has, the token's own and those before it.
+        first, local: so many blocks from the start, and so many up to the token's own, are seen whatever they score.
+
+    Attributes:
+        compress_key, compress_value: modules (B, Hkv, T, D) -> (B, Hkv, C, D), which heads share: the embedding of a
+            key's place among `length`, and an MLP with GELU.
+        gate_weight, gate_bias: (H, D, 3) and (H, 1, 3); gates are sigmoid(query @ weight + bias), a half at first.
+
+    Raises:
+        ValueError: numbers that do not fit.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> attention = ds_sparse.NativeSparseAttention(8, 2, 32, block=16, k=4, length=8, stride=4, window=32)
+        >>> query = torch.randn(1, 8, 100, 32)
+        >>> key, value = torch.randn(1, 2, 100, 32), torch.randn(1, 2, 100, 32)
+        >>> attention(query, key, value).shape
+        torch.Size([1, 8, 100, 32])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_key_heads: int,
+        head_dim: int,
+        *,
+        block: int = 64,
+        k: int = 16,
+        length: int = 32,
+        stride: int = 16,
+        window: int = 512,
+        first: int = 1,
+        local: int = 2,
+    ) -> None:
+        super().__init__()
+        check_sizes(num_heads, num_key_heads, block, k, first, local)
+        if stride < 1 or length < 1 or length % stride or block % stride:
+            raise ValueError(
+                f"stride is {stride}, length {length} and block {block}; both have to be multiples of the stride."
+            )
+        if window < 1:
+            raise ValueError(f"window is {window}; it has to be 1 or more, as a token sees itself.")
+        self.num_heads, self.num_key_heads, self.head_dim = num_heads, num_key_heads, head_dim
+        self.block, self.k, self.length, self.stride, self.window = block, k, length, stride, window
+        self.first, self.local = first, local
+        self.compress_key = Compression(head_dim, length, stride)
+        self.compress_value = Compression(head_dim, length, stride)
+        self.gate_weight = nn.Parameter(torch.zeros(num_heads, head_dim, 3))
+        self.gate_bias = nn.Parameter(torch.zeros(num_heads, 1, 3))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window_key: Tensor | None = None,
+        window_value: Tensor | None = None,
+        gates: Tensor | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        query_offset: int | Tensor = 0,
+    ) -> Tensor:
+        """Attention of each token to those before it.
+
+        Args:
+            query: (B, H, T, D), fp16, bf16 or fp32, on the CPU also fp64.
+            key, value: (B, Hkv, T, D), of the blocks, and to be compressed.
+            window_key, window_value: (B, Hkv, T, D), of the window; key and value if they are not given.
+            gates: (B, H, T, 3), factors of what compressed keys, blocks and the window give; the module's if they are
+                not given.
+            causal: True.
+            scale: factor of the scores; 1 / sqrt(D) if it is not given.
+            key_padding_mask: (B or 1, T). Keys where it is False, or -inf, are not seen, nor compressed keys that are
+                made of one; other floats are added to scores of blocks and of the window.
+            cu_seqlens: None; documents are calls of their own.
+            query_offset: 0; all keys have queries.
+
+        Returns:
+            (B, H, T, D).
+
+        Raises:
+            TypeError: operands that are no tensors.
+            ValueError: shapes that do not fit; what is not computed.
+        """
+        check_operands(query, key, value, self.num_heads, self.num_key_heads, self.head_dim)
+        _refuse(query, key, causal, cu_seqlens, query_offset)
+        window_key, window_value = (y if x is None else x for x, y in ((window_key, key), (window_value, value)))
+        to_compress, whole = (key, value), None
+        if key_padding_mask is not None:
+            keep = kept(key_padding_mask)
+            whole = _windows_of(keep, 1, self.length, self.stride).all(-1)
+            # What padding holds would reach the gradients of an MLP.
+            to_compress = key.masked_fill(hidden := ~keep[:, None, :, None], 0), value.masked_fill(hidden, 0)
+        compressed_key, compressed_value = self.compress_key(to_compress[0]), self.compress_value(to_compress[1])
+        numbers = select_blocks_by_compression(
+            query, compressed_key, self.block, self.k, length=self.length, stride=self.stride, scale=scale, causal=True,
+            first=self.first, local=self.local, key_padding_mask=key_padding_mask,
+        )  # fmt: skip
+        compressed = compressed_attention(
+            query, compressed_key, compressed_value, self.length, self.stride, scale=scale, key_padding_mask=whole
+        )
+        chosen = selected_attention(
+            query, key, value, numbers, self.block, causal=True, scale=scale, key_padding_mask=key_padding_mask
+        )
+        near = window_attention(query, window_key, window_value, self.window - 1, True, key_padding_mask, scale=scale)
+        if gates is None:
+            gates = torch.sigmoid(query @ self.gate_weight + self.gate_bias)
+        of_compressed, of_chosen, of_near = gates.to(near.dtype).split(1, -1)
+        return of_compressed * compressed + of_chosen * chosen + of_near * near
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_key_heads={self.num_key_heads}, head_dim={self.head_dim}, "
+            f"block={self.block}, k={self.k}, length={self.length}, stride={self.stride}, window={self.window}, "
+            f"first={self.first}, local={self.local}"
+        )
+
+
+class Compression(nn.Module):
+    """Makes one key of each `length` neighbours, every `stride` of them: an MLP of their numbers and places.
+
+    Args:
+        head_dim: D.
+        length, stride: as in `NativeSparseAttention`.
+    """
+
+    def __init__(self, head_dim: int, length: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.position = nn.Parameter(torch.empty(length, head_dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(length * head_dim, head_dim), nn.GELU(), nn.Linear(head_dim, head_dim, bias=False)
+        )
+        nn.init.normal_(self.position, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, Hkv, C, D) of x (B, Hkv, T, D). C is 1 where T is below `length`, and nobody sees that key."""
+        neighbours = _windows_of(x, 2, len(self.position), self.stride).mT
+        return self.mlp((neighbours + self.position.to(x.dtype)).flatten(3))
+
+
+def compressed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: int,
+    stride: int,
+    *,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of each token to the compressed keys that are made of itself and tokens before it.
+
+    From token `length - 1` on, `stride` neighbours see the same keys, and the next ones see one more. So the neighbours
+    are heads of one row, and what rows see is causal.
+
+    Args:
+        query: (B, H, T, D).
+        key, value: (B, Hkv, C, D), number c made of the tokens from `c * stride` to before `c * stride + length`.
+        length, stride: of these.
+        scale: factor of the scores; 1 / sqrt(D) if it is not given.
+        key_padding_mask: bool (B or 1, C), False where a compressed key is not seen.
+
+    Returns:
+        (B, H, T, D), zeros of tokens that see none.
+    """
+    tokens, rows = query.shape[2], key.shape[2]
+    query = query[:, :, length - 1 :]
+    blind = tokens - query.shape[2]
+    query = pad(query, (0, 0, 0, rows * stride - query.shape[2])).unflatten(2, (rows, stride))
+    output = window_attention(
+        query.transpose(2, 3).flatten(1, 2), key, value, _ALL, causal=True, scale=scale,
+        key_padding_mask=key_padding_mask,
+    )  # fmt: skip
+    output = output.unflatten(1, (-1, stride)).transpose(2, 3).flatten(2, 3)
+    return pad(output[:, :, : tokens - blind], (0, 0, blind, 0))
+
+
+def _windows_of(x: Tensor, dim: int, length: int, stride: int) -> Tensor:
+    """x.unfold(dim, length, stride), one window with zeros behind x where it is shorter."""
+    if x.shape[dim] < length:
+        x = pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, length - x.shape[dim]))
+    return x.unfold(dim, length, stride)
+
+
+def _refuse(query: Tensor, key: Tensor, causal: bool, cu_seqlens: Tensor | None, query_offset: int | Tensor) -> None:
+    if not causal:
+        raise ValueError(
+            "causal is False, and NativeSparseAttention is for causal models: tokens see compressed keys that are "
+            "behind them. Give causal=True, or take IndexerAttention."
+        )
+    if cu_seqlens is not None:
+        raise ValueError(
+            "cu_seqlens is given, and NativeSparseAttention compresses keys of whole sequences; call it for each "
+            "document, or give documents as a padded batch with key_padding_mask."
+        )
+    if isinstance(query_offset, Tensor) or query_offset or query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"query has {query.shape[2]} tokens, key {key.shape[2]}, and query_offset is {query_offset}; "
+            "NativeSparseAttention computes whole sequences, so give the queries of all keys, and no query_offset."
+        )
