@@ -17,7 +17,7 @@ from .build import NUMBERS, TilePlan, bits_of, bits_of_blocks, causal_bits_of
 from .cache import is_in_graph
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
-from .on_device import OnDevice, ReadyEvent, copied
+from .on_device import OnDevice, copied
 from .packing import MAX_BLOCKS
 from .strips import Strips
 from .tiles import SIDES, Tiles

@@ -218,7 +218,7 @@ def _attend_keys(
     """Output and lse of single keys, or of a few that lie together."""
     if not query.is_cpu:
         require_kernel("token_attention_forward", query.device)
-    offset, _ = position_of(query_offset, query.shape[0], query.shape[2], False)
+    offset, _ = position_of(query_offset, query.shape[0], False)
     limits, lost = _limits(query, key, causal, cu_seqlens, offset)
     operands = distinct_when_traced(query, key, value)
     # Which pairs of tokens count is said by lists, in the place of a mask.
