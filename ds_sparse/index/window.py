@@ -113,7 +113,9 @@ class WindowIndex(OnDevice):
             block = fitting_block(tokens, max(windows), torch.device(device).type)
         need = num_heads * (8 * tokens + (-(-tokens // block)) ** 2)
         refuse_too_large(
-            lambda: f"An index of {tokens} tokens in blocks of {block}", need, torch.device(device),
+            lambda: f"An index of {tokens} tokens in blocks of {block}",
+            need,
+            torch.device(device),
             "take shorter sequences",
         )
         if cu_seqlens is not None and global_tokens:
