@@ -55,6 +55,8 @@ class BlockIndex(OnDevice):
         rows, columns: R and C.
         capacity: live blocks for which a bounded index has space; None: sizes are exact.
         bits: uint8 (L, R, 4 * ceil(C / 32)). The layout: bit k of byte j is block 8 * j + k, in whole words.
+        by_sequence: whether the stored layouts are those of sequences.
+        heads_of_sequence: stored layout heads of each sequence.
         row_tiles: block rows in tiles of `TILE` tokens, which list block columns.
         column_tiles: block columns in tiles of `TILE` tokens, which list block rows.
         row_offsets, row_columns, column_offsets, column_rows, column_slots: those of `lists`.
@@ -89,8 +91,8 @@ class BlockIndex(OnDevice):
     capacity: int | None = None
     _lost: Tensor | None = None  # int32 (1): 1 where what the bits were made of was not as it has to be
 
-    by_sequence: bool = field(init=False)  # whether the stored layouts are those of sequences
-    heads_of_sequence: int = field(init=False)  # stored layout heads of each sequence
+    by_sequence: bool = field(init=False)
+    heads_of_sequence: int = field(init=False)
 
     def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
         if given or (fields and "_made" not in fields):

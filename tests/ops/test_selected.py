@@ -12,6 +12,7 @@ from fuzz.cases import Draw
 from fuzz.compare import hold
 from fuzz.selections import attention, attention_case
 from helpers import OPERAND_VIEWS, as_view, deterministic_algorithms, leaf, random, seeded
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -264,13 +265,15 @@ def test_a_graph_chooses_the_blocks_itself(device: str, packed: bool):
         scores = query.unflatten(1, (2, 2)).sum(2) @ means.mT
         return selected_attention(query, key, value, scores.topk(2).indices, 16, causal=True, cu_seqlens=cu_seqlens)
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
     for tokens in (70, 90, 121):
         given = [leaf(x, device) for x in operands(tokens, batch=1 if packed else 2).values()]
         cu_seqlens = torch.tensor([0, 20, 41, tokens], device=device) if packed else None
         found, expected = (call(*given, cu_seqlens) for call in (compiled, step))
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(*(torch.autograd.grad(x.sin().sum(), given) for x in (found, expected)))
+    assert counter.frame_count == 1
 
 
 def test_transforms_of_what_chooses(device: str):
