@@ -25,8 +25,8 @@ from .query_offset import Offset, position_of
 from .selected import selected_attention
 from .sinks import check_sinks
 
-GATHERED_SIZES = (1, 2, 4, 8)
-"""Keys of a number in a list, whose keys are gathered."""
+LISTED_SIZES = (1, 2, 4, 8)
+"""Keys of a number in lists whose keys are taken one by one."""
 
 
 class Options(TypedDict, total=False):
@@ -104,7 +104,8 @@ def topk_attention(
     device: CUDA graphs and torch.compile hold it. Statistics and sums are in fp32 or wider. A row without a key is
     zeros, its lse -inf or the sink, its gradients zero. NaN and infinities reach only rows that see them. The same
     input gives the same bits, but for the gradients of key and value by products on a GPU, unless
-    `torch.use_deterministic_algorithms(True)` is set. Under autocast query, key and value are cast.
+    `torch.use_deterministic_algorithms(True)` is set, and from a granularity of 16 on as `selected_attention` has it.
+    Under autocast query, key and value are cast.
 
     Sources: DeepSeek-AI, "DeepSeek-V3.2", 2025; NVIDIA's cudnn-frontend, pull request 793, 2026: the lists' form.
 
@@ -154,8 +155,8 @@ def topk_attention(
         >>> output.sum().backward()
     """
     check_inputs(query=query, key=key, value=value, sinks=sinks)
-    if isinstance(granularity, bool) or granularity not in GATHERED_SIZES + CHOSEN_BLOCK_SIZES:
-        sizes = listed(GATHERED_SIZES + CHOSEN_BLOCK_SIZES, "or")
+    if type(granularity) is not int or granularity not in LISTED_SIZES + CHOSEN_BLOCK_SIZES:
+        sizes = listed(LISTED_SIZES + CHOSEN_BLOCK_SIZES, "or")
         raise ValueError(f"granularity is {granularity!r}; it has to be {sizes} keys for each number of topk_idxs.")
     tokens_first = query.dim() == 3
     if cu_seqlens is not None:
@@ -238,10 +239,10 @@ def _limits(
     """Of each token the first key that it may see, from which its list counts, and the one after the last, int32
     (B or 1, T, 2); and of packed documents whose borders nobody has read, whether these are wrong, int32 (1)."""
     tokens, device, lost = query.shape[2], query.device, None
-    position = torch.arange(tokens, dtype=torch.int32, device=device)
+    position = torch.arange(tokens, device=device)
     if isinstance(offset, Tensor):
         # What a GPU sends to the CPU is waited for, as it is read there.
-        offset = offset.to(device, torch.int32, non_blocking=query.is_cuda).unsqueeze(1)
+        offset = offset.to(device, non_blocking=query.is_cuda).long().unsqueeze(1)
     position = (position + offset).view(-1, tokens)
     if cu_seqlens is None:
         first, end = torch.zeros_like(position), torch.full_like(position, key.shape[2])
@@ -250,7 +251,7 @@ def _limits(
         first, end = ranges.unbind(-1)
     if causal:
         end = torch.minimum(end, position + 1)
-    return torch.stack([first, end], -1), lost
+    return torch.stack([first, end], -1).int(), lost
 
 
 @outside_transforms_or_traced

@@ -205,6 +205,14 @@ def test_new_queries_of_cached_keys(device: str, granularity: int, at: list[int]
         torch.testing.assert_close(new[i], whole[i, :, n : n + 5])
 
 
+@pytest.mark.parametrize("offset", [2**31 - 1, [2**31 - 1, 49]], ids=str)
+def test_queries_far_behind_the_keys_see_all(device: str, offset: int | list[int]):
+    given, numbers = [x.to(device) for x in operands().values()], named(2, 2, 50, 9).to(device)
+    offset = torch.tensor(offset, device=device) if isinstance(offset, list) else offset
+    found = topk_attention(*given, numbers, causal=True, query_offset=offset)
+    torch.testing.assert_close(found, topk_attention(*given, numbers))
+
+
 def test_lists_of_one_dimension_less_are_of_all_heads(device: str):
     row = [x[0].transpose(0, 1).to(device) for x in operands(batch=1).values()]
     numbers = named(50, 1, 8).to(device)
@@ -325,6 +333,7 @@ REFUSED = [
     (ValueError, "granularity is 3; it has to be 1, 2, 4, 8, 16, 32, 64, 128, 256, 512 or 1024 keys",
      {"granularity": 3}),
     (ValueError, "granularity is True; it has to be", {"granularity": True}),
+    (ValueError, r"granularity is 4\.0; it has to be", {"granularity": 4.0}),
     (ValueError, "granularity is 2048; it has to be", {"granularity": 2048}),
     (ValueError, "query_offset is -1; it is the position of the first query", {"query_offset": -1}),
     (TypeError, "query_offset is None; it has to be an integer", {"query_offset": None}),
