@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ..ops import select_blocks_by_compression, selected_attention, window_attention
+from ..ops.packed_attention import goes_by_places
+from .compressed_attention import Compression, StridesOfDocuments, compressed_attention, windows_of
 from .operand_checks import check_operands, check_sizes, kept
-
-_ALL = 2**30
-"""A window that holds all keys. It does not depend on the length, so that one graph serves all lengths."""
 
 
 class NativeSparseAttention(nn.Module):
@@ -109,7 +107,8 @@ class NativeSparseAttention(nn.Module):
             scale: factor of the scores; 1 / sqrt(D) if it is not given.
             key_padding_mask: (B or 1, T). Keys where it is False, or -inf, are not seen, nor compressed keys that are
                 made of one; other floats are added to scores of blocks and of the window.
-            cu_seqlens: None; documents are calls of their own.
+            cu_seqlens: int32 or int64 (documents + 1), as in `selected_attention`: the sequence, B is 1, is a row of
+                packed documents, of which none sees another. The stride is a power of two then, 8 or more.
             query_offset: 0; all keys have queries.
 
         Returns:
@@ -120,119 +119,73 @@ class NativeSparseAttention(nn.Module):
             ValueError: shapes that do not fit; what is not computed.
         """
         check_operands(query, key, value, self.num_heads, self.num_key_heads, self.head_dim)
-        _refuse(query, key, causal, cu_seqlens, query_offset)
+        self._refuse(query, key, causal, query_offset, cu_seqlens, key_padding_mask)
         window_key, window_value = (y if x is None else x for x, y in ((window_key, key), (window_value, value)))
         to_compress, whole = (key, value), None
         if key_padding_mask is not None:
             keep = kept(key_padding_mask)
-            whole = _windows_of(keep, 1, self.length, self.stride).all(-1)
+            whole = windows_of(keep, 1, self.length, self.stride).all(-1)
             # What padding holds would reach the gradients of an MLP.
             to_compress = key.masked_fill(hidden := ~keep[:, None, :, None], 0), value.masked_fill(hidden, 0)
+        documents = None
+        if cu_seqlens is not None:
+            documents = StridesOfDocuments.of(cu_seqlens, query, self.stride)
+            to_compress = documents.aligned(key), documents.aligned(value)
         compressed_key, compressed_value = self.compress_key(to_compress[0]), self.compress_value(to_compress[1])
         numbers = select_blocks_by_compression(
             query, compressed_key, self.block, self.k, length=self.length, stride=self.stride, scale=scale, causal=True,
-            first=self.first, local=self.local, key_padding_mask=key_padding_mask,
+            first=self.first, local=self.local, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+            compressed_cu_seqlens=None if documents is None else documents.begins,
         )  # fmt: skip
         compressed = compressed_attention(
-            query, compressed_key, compressed_value, self.length, self.stride, scale=scale, key_padding_mask=whole
-        )
+            query, compressed_key, compressed_value, self.length, self.stride, scale=scale, key_padding_mask=whole,
+            documents=documents,
+        )  # fmt: skip
         chosen = selected_attention(
-            query, key, value, numbers, self.block, causal=True, scale=scale, key_padding_mask=key_padding_mask
-        )
-        near = window_attention(query, window_key, window_value, self.window - 1, True, key_padding_mask, scale=scale)
+            query, key, value, numbers, self.block, causal=True, scale=scale, key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        near = window_attention(
+            query, window_key, window_value, self.window - 1, True, key_padding_mask, scale=scale,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
         if gates is None:
             gates = torch.sigmoid(query @ self.gate_weight + self.gate_bias)
         of_compressed, of_chosen, of_near = gates.to(near.dtype).split(1, -1)
         return of_compressed * compressed + of_chosen * chosen + of_near * near
+
+    def _refuse(
+        self,
+        query: Tensor,
+        key: Tensor,
+        causal: bool,
+        query_offset: int | Tensor,
+        cu_seqlens: Tensor | None,
+        key_padding_mask: Tensor | None,
+    ) -> None:
+        """Raises ValueError for what is not computed."""
+        if not causal:
+            raise ValueError(
+                "causal is False, and NativeSparseAttention is for causal models: tokens see compressed keys that are "
+                "behind them. Give causal=True, or take IndexerAttention."
+            )
+        if isinstance(query_offset, Tensor) or query_offset or query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"query has {query.shape[2]} tokens, key {key.shape[2]}, and query_offset is {query_offset}; "
+                "NativeSparseAttention computes whole sequences, so give the queries of all keys, and no query_offset."
+            )
+        if cu_seqlens is None:
+            return
+        if key_padding_mask is not None:
+            raise ValueError(goes_by_places("key_padding_mask"))
+        if query.shape[0] != 1:
+            raise ValueError(f"query has {query.shape[0]} sequences; packed documents are one row, of batch size 1.")
+        if self.stride < 8 or self.stride & (self.stride - 1):
+            raise ValueError(f"stride is {self.stride}; of packed documents it has to be a power of two, 8 or more.")
 
     def extra_repr(self) -> str:
         return (
             f"num_heads={self.num_heads}, num_key_heads={self.num_key_heads}, head_dim={self.head_dim}, "
             f"block={self.block}, k={self.k}, length={self.length}, stride={self.stride}, window={self.window}, "
             f"first={self.first}, local={self.local}"
-        )
-
-
-class Compression(nn.Module):
-    """Makes one key of each `length` neighbours, every `stride` of them: an MLP of their numbers and places.
-
-    Args:
-        head_dim: D.
-        length, stride: as in `NativeSparseAttention`.
-    """
-
-    def __init__(self, head_dim: int, length: int, stride: int) -> None:
-        super().__init__()
-        self.stride = stride
-        self.position = nn.Parameter(torch.empty(length, head_dim))
-        self.mlp = nn.Sequential(
-            nn.Linear(length * head_dim, head_dim), nn.GELU(), nn.Linear(head_dim, head_dim, bias=False)
-        )
-        nn.init.normal_(self.position, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, Hkv, C, D) of x (B, Hkv, T, D). C is 1 where T is below `length`, and nobody sees that key."""
-        neighbours = _windows_of(x, 2, len(self.position), self.stride).mT
-        return self.mlp((neighbours + self.position.to(x.dtype)).flatten(3))
-
-
-def compressed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: int,
-    stride: int,
-    *,
-    scale: float | None = None,
-    key_padding_mask: Tensor | None = None,
-) -> Tensor:
-    """Attention of each token to the compressed keys that are made of itself and tokens before it.
-
-    From token `length - 1` on, `stride` neighbours see the same keys, and the next ones see one more. So the neighbours
-    are heads of one row, and what rows see is causal.
-
-    Args:
-        query: (B, H, T, D).
-        key, value: (B, Hkv, C, D), number c made of the tokens from `c * stride` to before `c * stride + length`.
-        length, stride: of these.
-        scale: factor of the scores; 1 / sqrt(D) if it is not given.
-        key_padding_mask: bool (B or 1, C), False where a compressed key is not seen.
-
-    Returns:
-        (B, H, T, D), zeros of tokens that see none.
-    """
-    tokens, rows = query.shape[2], key.shape[2]
-    query = query[:, :, length - 1 :]
-    blind = tokens - query.shape[2]
-    query = pad(query, (0, 0, 0, rows * stride - query.shape[2])).unflatten(2, (rows, stride))
-    output = window_attention(
-        query.transpose(2, 3).flatten(1, 2), key, value, _ALL, causal=True, scale=scale,
-        key_padding_mask=key_padding_mask,
-    )  # fmt: skip
-    output = output.unflatten(1, (-1, stride)).transpose(2, 3).flatten(2, 3)
-    return pad(output[:, :, : tokens - blind], (0, 0, blind, 0))
-
-
-def _windows_of(x: Tensor, dim: int, length: int, stride: int) -> Tensor:
-    """x.unfold(dim, length, stride), one window with zeros behind x where it is shorter."""
-    if x.shape[dim] < length:
-        x = pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, length - x.shape[dim]))
-    return x.unfold(dim, length, stride)
-
-
-def _refuse(query: Tensor, key: Tensor, causal: bool, cu_seqlens: Tensor | None, query_offset: int | Tensor) -> None:
-    if not causal:
-        raise ValueError(
-            "causal is False, and NativeSparseAttention is for causal models: tokens see compressed keys that are "
-            "behind them. Give causal=True, or take IndexerAttention."
-        )
-    if cu_seqlens is not None:
-        raise ValueError(
-            "cu_seqlens is given, and NativeSparseAttention compresses keys of whole sequences; call it for each "
-            "document, or give documents as a padded batch with key_padding_mask."
-        )
-    if isinstance(query_offset, Tensor) or query_offset or query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"query has {query.shape[2]} tokens, key {key.shape[2]}, and query_offset is {query_offset}; "
-            "NativeSparseAttention computes whole sequences, so give the queries of all keys, and no query_offset."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -106,6 +107,33 @@ def test_what_padding_holds_reaches_nothing():
 )  # fmt: skip
 def test_sizes(sizes: dict[str, int]):
     assert_stated(module(**sizes), operands(50))
+
+
+@pytest.mark.parametrize(
+    ("borders", "length", "compiled"),
+    [
+        *((borders, length, False) for length in (8, 16, 24)
+          for borders in ([0, 90], [0, 64, 90], [0, 1, 17, 17, 60, 90], [0, 7, 14, 21], [0, 3], [0, 15, 31, 48])),
+        ([0, 1, 17, 17, 60, 90], 16, True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_packed_documents_are_separate_calls(borders: list[int], length: int, compiled: bool):
+    """Also where no document has a compressed key, and where some are empty."""
+    torch._dynamo.reset()
+    made, given = module(length=length, stride=8), [x[:1] for x in operands(borders[-1])]
+    call: Any = torch.compile(made, fullgraph=True, backend="aot_eager") if compiled else made
+
+    def of(x: list[Tensor], call: Any = made, **more: Any) -> Tensor:
+        return call(*x[:3], window_key=x[3], window_value=x[4], **more)
+
+    found = of(given, call, cu_seqlens=torch.tensor(borders, dtype=torch.int32))
+    documents = [[x[:, :, begin:end] for x in given] for begin, end in pairwise(borders) if begin < end]
+    expected = torch.cat([of(one) for one in documents], 2)
+    torch.testing.assert_close(found, expected)
+    weight, leaves = random(seeded(1), *found.shape), [*given, *made.parameters()]
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), leaves) for x in (found, expected))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_scale_and_gates_of_the_caller():
@@ -220,12 +248,15 @@ def test_what_is_not_computed_is_a_sentence():
     made, (query, key, value, *_) = module(), operands(20)
     for more, sentence in (
         ({"causal": False}, "causal is False, and NativeSparseAttention is for causal models"),
-        ({"cu_seqlens": torch.tensor([0, 20])}, "cu_seqlens is given"),
+        ({"cu_seqlens": torch.tensor([0, 20])}, "query has 2 sequences; packed documents are one row"),
+        ({"cu_seqlens": torch.tensor([0, 20]), "key_padding_mask": padded(20)}, "key_padding_mask is given for packed"),
         ({"query_offset": 3}, "query_offset is 3"),
         ({"query_offset": torch.tensor([0, 0])}, "query_offset is tensor"),
     ):
         with pytest.raises(ValueError, match=sentence):
             made(query, key, value, **more)
+    with pytest.raises(ValueError, match="stride is 4; of packed documents it has to be a power of two, 8 or more"):
+        made(query[:1], key[:1], value[:1], cu_seqlens=torch.tensor([0, 20]))
     with pytest.raises(ValueError, match="query has 4 tokens, key 20"):
         made(query[:, :, :4], key, value)
     with pytest.raises(ValueError, match=r"the module was built for query \(batch, 4, tokens, 8\)"):

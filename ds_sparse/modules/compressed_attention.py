@@ -1,0 +1,129 @@
+"""Attention on compressed keys, each made of some neighbours, without a matrix of tokens by compressed keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..index.selection import AlignedDocuments
+from ..ops import window_attention
+from ..ops.moved import moving_function
+
+_ALL = 2**30
+"""A window that holds all keys. It does not depend on the length, so that one graph serves all lengths."""
+
+
+class Compression(nn.Module):
+    """Makes one key of each `length` neighbours, every `stride` of them: an MLP of their numbers and places.
+
+    Args:
+        head_dim: D.
+        length, stride: as in `NativeSparseAttention`.
+    """
+
+    def __init__(self, head_dim: int, length: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.position = nn.Parameter(torch.empty(length, head_dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(length * head_dim, head_dim), nn.GELU(), nn.Linear(head_dim, head_dim, bias=False)
+        )
+        nn.init.normal_(self.position, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, Hkv, C, D) of x (B, Hkv, T, D). C is 1 where T is below `length`, and nobody sees that key."""
+        neighbours = windows_of(x, 2, len(self.position), self.stride).mT
+        return self.mlp((neighbours + self.position.to(x.dtype)).flatten(3))
+
+
+@dataclass(frozen=True)
+class StridesOfDocuments:
+    """Packed documents as they lie where each begins with a whole stride.
+
+    Compressed keys are made there as of one sequence. What is made of two documents ends behind the first, and no token
+    of it sees that.
+
+    Attributes:
+        documents: the aligned ones, whose blocks are strides.
+        begins: (documents + 1), the compressed keys that documents begin with.
+    """
+
+    documents: AlignedDocuments
+    begins: Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, query: Tensor, stride: int) -> StridesOfDocuments:
+        """Raises TypeError or ValueError for `cu_seqlens` that do not fit the query, (1, H, T, D)."""
+        documents = AlignedDocuments.of(cu_seqlens, query.shape[2], stride, query.device)
+        strides = (cu_seqlens.diff() + (stride - 1)) // stride
+        return cls(documents, pad(strides.cumsum(0), (1, 0)))
+
+    def aligned(self, x: Tensor) -> Tensor:
+        """The tokens of x (1, H, T, D), zeros between documents."""
+        return _Moved.apply(x, self.documents.tokens_of, self.documents.aligned, self.documents.exists[0], None)
+
+    def as_given(self, x: Tensor, blind: int) -> Tensor:
+        """The way back, with zeros for the first `blind` tokens of each document."""
+        documents, stride = self.documents, self.documents.block
+        place = torch.arange(x.shape[2], device=x.device).unflatten(0, (-1, stride)) - documents.ranges[:, :1] * stride
+        x = x.where((place >= blind).view(-1, 1), 0)
+        return _Moved.apply(x, documents.aligned, documents.tokens_of, None, documents.exists[0])
+
+    def of_rows(self, rows: int) -> Tensor:
+        """Where documents begin among so many compressed keys, as `cu_seqlens` has it: what is behind the last is one
+        more."""
+        return pad(self.begins.clamp(max=rows), (0, 1), value=rows)
+
+
+def compressed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: int,
+    stride: int,
+    *,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    documents: StridesOfDocuments | None = None,
+) -> Tensor:
+    """Attention of each token to the compressed keys that are made of itself and tokens before it.
+
+    From token `length - 1` on, `stride` neighbours see the same keys, and the next ones see one more. So the neighbours
+    are heads of one row, and what rows see is causal.
+
+    Args:
+        query: (B, H, T, D).
+        key, value: (B, Hkv, C, D), number c made of the tokens from `c * stride` to before `c * stride + length`.
+        length, stride: of these.
+        scale: factor of the scores; 1 / sqrt(D) if it is not given.
+        key_padding_mask: bool (B or 1, C), False where a compressed key is not seen.
+        documents: where those of a packed row lie; keys are made of their aligned tokens.
+
+    Returns:
+        (B, H, T, D), zeros of tokens that see none.
+    """
+    if documents is not None:
+        query = documents.aligned(query)
+    tokens, rows = query.shape[2], key.shape[2]
+    blind = min(length - 1, tokens)
+    of_rows = pad(query[:, :, blind:], (0, 0, 0, rows * stride - tokens + blind)).unflatten(2, (rows, stride))
+    output = window_attention(
+        of_rows.transpose(2, 3).flatten(1, 2), key, value, _ALL, causal=True, scale=scale,
+        key_padding_mask=key_padding_mask, cu_seqlens=None if documents is None else documents.of_rows(rows),
+    )  # fmt: skip
+    output = output.unflatten(1, (-1, stride)).transpose(2, 3).flatten(2, 3)
+    output = pad(output[:, :, : tokens - blind], (0, 0, blind, 0))
+    return output if documents is None else documents.as_given(output, blind=length - 1)
+
+
+def windows_of(x: Tensor, dim: int, length: int, stride: int) -> Tensor:
+    """x.unfold(dim, length, stride), one window with zeros behind x where it is shorter."""
+    if x.shape[dim] < length:
+        x = pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, length - x.shape[dim]))
+    return x.unfold(dim, length, stride)
+
+
+_Moved = moving_function("_Moved", "native_sparse_attention")
