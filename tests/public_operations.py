@@ -228,7 +228,7 @@ def of_selections(device: str, masks: str, prepared: bool) -> dict[str, Operatio
     def on_lists(shapes: list[tuple[int, ...]], numbers: torch.Tensor, *granularity: int, **options) -> Operation:
         def call(q, k, v, sinks=None):
             output, lse = topk_attention(q, k, v, numbers, *granularity, sinks=sinks, return_lse=True, **options)
-            return output.sum(-1) + lse.sigmoid().to(output.dtype)
+            return torch.cat([output, lse.sigmoid().to(output.dtype).unsqueeze(-1)], -1)
 
         return Operation("topk_attention", call, shapes, any_batch=len(numbers) == 1 and "query_offset" not in options)
 

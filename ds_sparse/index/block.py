@@ -21,7 +21,13 @@ from .on_device import OnDevice, copied
 from .packing import MAX_BLOCKS
 from .strips import Strips
 from .tiles import SIDES, Tiles
-from .transforms import outside_transforms, outside_transforms_or_traced, refuse_without_values, unwrap_functorch
+from .transforms import (
+    least_of,
+    outside_transforms,
+    outside_transforms_or_traced,
+    refuse_without_values,
+    unwrap_functorch,
+)
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -203,7 +209,7 @@ class BlockIndex(OnDevice):
                 f"block_indices names block {int(named[tuple(place)])} for row {place[2]} of head {place[1]}, and "
                 f"there are {columns} columns; give numbers below that, and -1 for none."
             )
-        capacity = sequences * heads * rows * torch.sym_min(listed, columns)
+        capacity = sequences * heads * rows * least_of(listed, columns)
         if capacity >= 2**31:
             raise ValueError(
                 f"block_indices has {capacity} numbers of blocks; the index holds fewer than 2**31. Use larger blocks."

@@ -21,7 +21,7 @@ from .build import TilePlan
 from .cache import COMPARED_ON_GPU, Refusal, is_in_graph, refuse_captured, refuse_traced
 from .on_device import OnDevice
 from .tiles import SIDES, Tiles
-from .transforms import outside_transforms, outside_transforms_or_traced, unwrap_functorch
+from .transforms import least_of, outside_transforms, outside_transforms_or_traced, unwrap_functorch
 
 DOCUMENT_LAYOUTS = ("own", "row")
 
@@ -313,7 +313,7 @@ class PackedIndex(OnDevice):
             "use larger blocks, or pack fewer documents in a row",
         )
         if borders.known is None:
-            capacity = most_live(of_one, blocks, torch.sym_min(of_one.rows, -(-borders.tokens // block)))
+            capacity = most_live(of_one, blocks, least_of(of_one.rows, -(-borders.tokens // block)))
         else:
             of_all, not_ahead = live_squares(of_one)[:2]
             counts = borders.known.counts(block)
@@ -484,7 +484,7 @@ def most_live(index: BlockIndex, blocks: int, longest: int | None = None) -> tup
             return most
         # A number that is looked up by the length would make the graph one of this length.
         _, _, a_block, not_ahead = live_squares(index)
-        return torch.sym_min(most[0], blocks * a_block[-1]), torch.sym_min(most[1], blocks * not_ahead[-1])
+        return least_of(most[0], blocks * a_block[-1]), least_of(most[1], blocks * not_ahead[-1])
     squares = live_squares(index)
     if longest is None:
         return squares[0][blocks], squares[1][blocks]

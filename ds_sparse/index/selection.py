@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .build import TilePlan, bits_of_blocks
 from .packed import Borders, places_of
 from .tiles import Tiles
-from .transforms import outside_transforms_or_traced, unwrap_functorch
+from .transforms import least_of, outside_transforms_or_traced, unwrap_functorch
 
 ROW_BLOCK = 16
 """Rows of a block row, those that a warp has: kChosenRowBlock in csrc/attention_call.h."""
@@ -43,7 +43,7 @@ class Selection:
     def of_blocks(cls, block_indices: Tensor, block: int, columns: int) -> Selection:
         """The selection of block_indices (B or 1, L, T, k), int32 or int64; what is no number of a block is none."""
         sequences, heads, tokens, listed = block_indices.shape
-        capacity = sequences * heads * tokens * torch.sym_min(listed, columns)
+        capacity = sequences * heads * tokens * least_of(listed, columns)
         if capacity >= 2**31:
             raise ValueError(
                 f"block_indices has {capacity} numbers of blocks; attention takes fewer than 2**31. Use "

@@ -42,6 +42,12 @@ def outside_transforms_or_traced(make: Callable[_Given, _Made]) -> Callable[_Giv
     return made
 
 
+def least_of(a: int, b: int) -> int:
+    """The smaller one, of sizes that may be symbols, which the comparison of `min` would tie to what they are now.
+    Dynamo traces it as this, and of PyTorch 2.11 cannot trace `torch.sym_min` of numbers."""
+    return min(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_min(a, b)
+
+
 def in_a_thread(make: Callable[[], _Made]) -> _Made:
     """Runs `make` in a thread of its own: free of the caller's modes (fake tensors, export) and of the memory pool that
     torch.compile's CUDA graphs take theirs from, which the result would outlive."""

@@ -19,7 +19,7 @@ from .block import BlockIndex
 from .cache import is_in_graph, refuse_traced
 from .on_device import OnDevice
 from .packed import Borders, Documents, index_of_square, most_live, sent_to
-from .transforms import outside_transforms_or_traced, while_traced
+from .transforms import least_of, outside_transforms_or_traced, while_traced
 from .window_sizes import Numbers, global_numbers, of_heads
 
 MAX_ROWS = {"cpu": 4096, "cuda": 2048}
@@ -140,7 +140,7 @@ class WindowIndex(OnDevice):
                 blocks = BlockIndex._of_bits(bits, rows, block, heads)
             else:
                 sides = 1 if causal else 2
-                capacity = rows * sum(torch.sym_min(rows, sides * -(-window // block) + 1) for window in windows)
+                capacity = rows * sum(least_of(rows, sides * -(-window // block) + 1) for window in windows)
                 blocks = BlockIndex._bounded(bits, rows, block, heads, 1, capacity, causal, ranges[0][-1])
                 blocks = blocks if is_in_graph(bits) else blocks.with_tiles()
             return cls(tokens, causal, num_heads, blocks, borders.limits(windows))

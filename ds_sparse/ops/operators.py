@@ -20,6 +20,7 @@ from .._ops import add_op_namespace_prefix, ops
 from ..index.build import NUMBERS
 from ..index.lookup import index_of_window
 from ..index.master_layout import MasterLayout
+from ..index.transforms import least_of
 from ..index.window_sizes import WindowNumbers
 from . import _flops
 from ._vmap import OPERANDS, register_rule
@@ -179,7 +180,7 @@ def _index_fill(x: Arguments) -> list[Tensor]:
     for number, ((lines, others, block), tile) in enumerate(product(sides, x.tiles)):
         tiles, work, cuts = _most(x, lines, tile, block)
         if x.bounded:
-            sizes = torch.sym_min(x.sizes[0], heads * tiles * others), heads * work + 1, heads * cuts
+            sizes = least_of(x.sizes[0], heads * tiles * others), heads * work + 1, heads * cuts
         else:
             sizes = x.sizes[3 * number : 3 * number + 3]
         shapes += [(heads * tiles * max(1, tile // block),), (sizes[0],), (sizes[1], 4), (sizes[2], 3)]
