@@ -21,7 +21,6 @@ template <class T, bool kBoth>
 __global__ void __launch_bounds__(2 * kThreads)
     combine_splits_kernel(const __grid_constant__ Sweep<T> sweep, const int32_t* cuts, int num_cuts, int length) {
   const CombineRows cut(sweep.lists, cuts, num_cuts);
-  wait_for_previous();
   if (cut.num_splits == 0) {
     return;
   }
@@ -148,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
           rows_on_hopper(launch, p, s, query, key, value, grad_output, grad_first, copies);
         }
       }
-      launch.early(
+      launch(
           combine_splits_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * lists.tile / kCombineRows,
           2 * kThreads, s, tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), static_cast<int>(length));
       const auto add_shares = [&](const Matrices<T>& grad, const float* shares) {

@@ -255,7 +255,6 @@ template <class T>
 __global__ void __launch_bounds__(2 * kThreads)
     combine_kernel(const __grid_constant__ Forward<T> p, const int32_t* cuts, int num_cuts) {
   const CombineRows cut(p.lists, cuts, num_cuts);
-  wait_for_previous();
   if (cut.num_splits == 0) {
     return;
   }
@@ -279,10 +278,8 @@ __global__ void __launch_bounds__(2 * kThreads)
     for (int split = 0; split < cut.num_splits; ++split) {
       const RowMaxSum row = p.split_row_max_sums[place(split)];
       const float weight = expf(row.row_max - row_max) * row.row_sum;
-      // Read whatever is there, so that the loads of several splits need not wait for each other.
       const float* from = p.split_outputs.data + place(split) * p.head_dim + column;
-      const float4 loaded = *reinterpret_cast<const float4*>(from);
-      const float4 of_split = row.row_sum == 0 ? float4{0, 0, 0, 0} : loaded;
+      const float4 of_split = row.row_sum == 0 ? float4{0, 0, 0, 0} : *reinterpret_cast<const float4*>(from);
       sum += weight;
       value.x += weight * of_split.x;
       value.y += weight * of_split.y;
@@ -354,7 +351,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
         });
       });
     }
-    launch.early(
+    launch(
         combine_kernel<T>, copies * num_cuts * lists.sub_tiles * lists.tile / kCombineRows, 2 * kThreads, p,
         rows.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts));
     recompute_outputs(launch, p, batch);

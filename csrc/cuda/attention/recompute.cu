@@ -294,10 +294,15 @@ __global__ void __launch_bounds__(32 * kWarps) recompute_gradients_kernel(
   });
 }
 
+// On a Hopper GPU thread blocks are in place when the last kernel is done.
 template <class... P, class... A>
 void launch_last(const Launcher& launch, void (*kernel)(P...), int64_t rows, const A&... arguments) {
   const int64_t blocks = std::min<int64_t>((rows + kWarps - 1) / kWarps, 2 * launch.multiprocessors());
-  launch.early(kernel, blocks, 32 * kWarps, arguments...);
+  if (launch.is_hopper()) {
+    launch.beside_previous(kernel, blocks, 32 * kWarps, arguments...);
+  } else {
+    launch(kernel, blocks, 32 * kWarps, arguments...);
+  }
 }
 
 }  // namespace

@@ -116,24 +116,14 @@ class Launcher {
   // Runs a kernel, on a GPU since Hopper, that may begin while the last one still runs, if that one says so
   // (`let_next_begin`), and waits for all of it (`wait_for_previous`) in every thread, before it reads what that one
   // writes and before it ends: what comes next in the stream waits for this kernel alone. What it reads before it waits
-  // was written before the last kernel began that is not run this way itself. Its thread blocks are in place when the
-  // last kernel's are done. CUDA's programmatic dependent launch.
+  // was written before the last kernel began, which therefore is not run this way itself. Its thread blocks are in
+  // place when the last kernel's are done. CUDA's programmatic dependent launch.
   template <class... Parameters, class... Arguments>
   void beside_previous(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
     cudaLaunchAttribute beside{};
     beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     beside.val.programmaticStreamSerializationAllowed = 1;
     run(kernel, blocks, threads, 0, &beside, arguments...);
-  }
-
-  // `beside_previous` on a Hopper GPU; elsewhere the kernel begins when the last one is over.
-  template <class... Parameters, class... Arguments>
-  void early(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
-    if (is_hopper()) {
-      beside_previous(kernel, blocks, threads, arguments...);
-    } else {
-      (*this)(kernel, blocks, threads, arguments...);
-    }
   }
 
  private:
