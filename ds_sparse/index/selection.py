@@ -26,6 +26,7 @@ class Selection:
         bits: uint8 (L or B * L, T, 4 * ceil(C / 32)). Bit k of byte j of a token is block 8 * j + k.
         block: tokens in a block.
         heads: L, for each of which neighbouring heads of query, as many, have chosen the same.
+        layout_heads: L, or B * L. Not read from `bits` where a graph is traced: PyTorch 2.11 cannot hand on such sizes.
         columns: C, the blocks of the keys.
         capacity: how many blocks all tokens of `bits` have chosen together, at most.
         row_tiles, column_tiles: what a GPU walks, where it has been made, by `with_tiles`.
@@ -34,6 +35,7 @@ class Selection:
     bits: Tensor
     block: int
     heads: int
+    layout_heads: int
     columns: int
     capacity: int
     row_tiles: Tiles | None = None
@@ -43,13 +45,14 @@ class Selection:
     def of_blocks(cls, block_indices: Tensor, block: int, columns: int) -> Selection:
         """The selection of block_indices (B or 1, L, T, k), int32 or int64; what is no number of a block is none."""
         sequences, heads, tokens, listed = block_indices.shape
-        capacity = sequences * heads * tokens * least_of(listed, columns)
+        layout_heads = sequences * heads
+        capacity = layout_heads * tokens * least_of(listed, columns)
         if capacity >= 2**31:
             raise ValueError(
                 f"block_indices has {capacity} numbers of blocks; attention takes fewer than 2**31. Use "
                 "larger blocks, or fewer of them."
             )
-        return cls(bits_of_blocks(block_indices.flatten(0, 1), columns), block, heads, columns, capacity)
+        return cls(bits_of_blocks(block_indices.flatten(0, 1), columns), block, heads, layout_heads, columns, capacity)
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +73,7 @@ class Selection:
             return self
         bits = _bits_of_rows(self.bits, ROW_BLOCK // rows_of_token)
         plan = TilePlan.of(bits, self.columns, self.block, [tile], sides, bounded=True, row_block=ROW_BLOCK)
-        made = plan.fill(len(bits), [self.capacity])
+        made = plan.fill(self.layout_heads, [self.capacity])
         return replace(self, row_tiles=made["rows", tile], column_tiles=made.get(("columns", tile)))
 
 
