@@ -59,6 +59,8 @@ _PUBLIC = {
     "BSLongformerSparsityConfig": "sparsity",
     "LocalSlidingWindowSparsityConfig": "sparsity",
     "MobaSparsityConfig": "sparsity",
+    "NativeSparsityConfig": "sparsity",
+    "IndexerSparsityConfig": "sparsity",
     "TransformersBigBirdSparsityConfig": "sparsity",
     "SparsityWarning": "sparsity",
     "declared": "sparsity",
@@ -128,8 +130,10 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .sparsity import BSLongformerSparsityConfig as BSLongformerSparsityConfig
     from .sparsity import DenseSparsityConfig as DenseSparsityConfig
     from .sparsity import FixedSparsityConfig as FixedSparsityConfig
+    from .sparsity import IndexerSparsityConfig as IndexerSparsityConfig
     from .sparsity import LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig
     from .sparsity import MobaSparsityConfig as MobaSparsityConfig
+    from .sparsity import NativeSparsityConfig as NativeSparsityConfig
     from .sparsity import SparsityConfig as SparsityConfig
     from .sparsity import SparsityWarning as SparsityWarning
     from .sparsity import TransformersBigBirdSparsityConfig as TransformersBigBirdSparsityConfig

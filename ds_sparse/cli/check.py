@@ -18,7 +18,7 @@ from ..config import (
     parse_config,
     read_block,
 )
-from ..sparsity import SparsityConfig
+from ..sparsity import SparsityConfig, adds_parameters
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import Draws, draws, why_unrepeatable
 from ..tools.arguments import positive
@@ -158,6 +158,11 @@ def _about(structure: SparsityConfig, at: str, result: Result, args: argparse.Na
         result.notices.append(
             f"{at}.seed: not given: each run draws random blocks of its own, one layout on all its ranks. Set "
             '"seed" to have the same layout in every run.'
+        )
+    if adds_parameters(structure):
+        result.notices.append(
+            f"{at}.mode: adds parameters to each layer, which are trained and saved with the model; make the optimizer "
+            "after them."
         )
     found: dict[str, Any] = {"mode": mode_of(type(structure)), "block": structure.block, "density": None}
     if args.seq is not None or not args.block_only:

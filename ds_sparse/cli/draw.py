@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..sparsity import MobaSparsityConfig, SparsityConfig
+from ..sparsity import ChosenSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..tools.arguments import positive
 from ..tools.block_sizes import rounded_up
@@ -85,7 +85,7 @@ def _sheet(args: argparse.Namespace, file: str, name: str, structure: SparsityCo
     from ..drawing import Sheet
 
     about: dict[str, Any] = {"mode": mode_of(type(structure)), "block": structure.block}
-    if isinstance(structure, MobaSparsityConfig):
+    if isinstance(structure, ChosenSparsityConfig):
         raise ValueError(
             f"{file}: mode {about['mode']} has no layout: each call chooses its blocks. docs/chosen-blocks.md shows "
             "how to draw what was chosen."

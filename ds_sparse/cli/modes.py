@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..config import DEFAULT_MODE, STRUCTURE_ERRORS, describe, example_block, parse_sparse_attention, summary
-from ..sparsity import MobaSparsityConfig, sparsity_class, sparsity_modes
+from ..sparsity import ChosenSparsityConfig, sparsity_class, sparsity_modes
 from ..sparsity._fields import json_fields, json_model
 from ..tools.wording import did_you_mean, one_of, reason
 from ._terminal import wrong
@@ -124,7 +124,7 @@ def _picture(mode: Mode) -> tuple[str, str]:
     from ..drawing import draw
     from ..sparsity.draws import random_numbers_kept
 
-    if sparsity_class(mode.mode) is MobaSparsityConfig:
+    if issubclass(sparsity_class(mode.mode), ChosenSparsityConfig):
         return "No picture: each call chooses its blocks.", ""
     try:
         block = example_block(mode.mode)

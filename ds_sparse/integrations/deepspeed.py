@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import (
@@ -29,7 +30,8 @@ from ..models.families import families
 from ..models.layers import AttentionLayers, attention_layers, structure_of
 from ..models.sparsify import activate
 from ..models.structures import set_common_seeds
-from ..sparsity import SparsityConfig
+from ..modules.chosen_attention import LearnedAttention
+from ..sparsity import SparsityConfig, adds_parameters
 from ..sparsity.declarations import DEFAULTS, declared_value
 from ..tools.extras import optional_imports
 from ..tools.notices import say_notices
@@ -261,12 +263,19 @@ def initialize_program(positional: tuple[Any, ...], keywords: dict[str, Any], *,
     structures = _read(block, sources[0]) if on else None
     if structures is not None:
         _check_layers(model, found, structures)
+    is_new = structures is not None and not found.sparse
+    if structures is not None and is_new:
+        _refuse_optimizer_without(structures, arguments.get("optimizer"))
     rendezvous = {name: arguments[name] for name in ("distributed_port", "dist_init_required") if name in arguments}
     init_distributed(**rendezvous)
-    if structures is not None and not found.sparse:
+    if structures is not None and is_new:
         for heading in activate(model, found, structures).headings:  # ranks that draw blocks have to be able to talk
             say(f"{heading}.")
         found = attention_layers(model)
+    if arguments.get("model_parameters") is not None:
+        arguments["model_parameters"] = _with_learned(model, arguments["model_parameters"], is_new)
+    elif isinstance(arguments.get("optimizer"), torch.optim.Optimizer):
+        _with_learned(model, arguments["optimizer"].param_groups, is_new)
     sparse, dense, _ = found
     if on:
         say(f"sparse attention is on in {len(sparse)} of {len(sparse) + len(dense)} attention layers.")
@@ -327,6 +336,37 @@ def _check_layers(model: nn.Module, found: AttentionLayers, structures: LayerStr
             number, own = transformers.number_of(layer), transformers.structure_of(layer)
         if own is not None:  # else a local layer, whose window is the model's
             _check_structure(name, own, for_heads(own.num_heads).of(number))
+
+
+def _refuse_optimizer_without(structures: LayerStructures, optimizer: Any) -> None:
+    """Raises ValueError for an optimizer that was made before parameters which structures will add to the model."""
+    adding = {type(structure).__name__ for structure in structures.all() if adds_parameters(structure)}
+    if adding and optimizer is not None and not callable(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} was made before {' and '.join(sorted(adding))} adds parameters to the model, "
+            "and would not train them. Call ds_sparse.sparsify(model, block) before the optimizer is made, or give "
+            "model_parameters and the optimizer in the JSON, or a function that makes it of parameters."
+        )
+
+
+def _with_learned(model: nn.Module, given: Any, is_new: bool) -> Any:
+    """The parameters for the optimizer, or groups of them: with those that structures have just added to the model, in
+    the first group. Of a model that was sparse before a line says how many are missing."""
+    learned = [x for module in model.modules() if isinstance(module, LearnedAttention) for x in module.parameters()]
+    if not learned:
+        return given
+    given = list(given)
+    in_groups = bool(given) and isinstance(given[0], Mapping)
+    groups = [dict(group) for group in given] if in_groups else [{"params": given}]
+    for group in groups:
+        group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    missing = [x for x in learned if id(x) not in known and x.requires_grad]
+    if is_new:
+        groups[0]["params"] += missing
+    elif missing:
+        say(f"{len(missing)} parameters of sparse attention are not given to the optimizer, and will not be trained.")
+    return groups if in_groups else groups[0]["params"]
 
 
 def _check_structure(name: str, own: SparsityConfig, wanted: Any) -> None:

@@ -82,7 +82,8 @@ def is_switched(model: PreTrainedModel | None) -> bool:
 
 
 class TransformersModels(Family):
-    """Models on the attention interface: no module changes, nor a key of the state dict."""
+    """Models on the attention interface: no module changes, nor a key of the state dict, but where structures add
+    parameters."""
 
     counts_by_model = True  # as the config of each keeps the block
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -53,10 +53,18 @@ class StayDense:
     def off(self) -> None: ...
 
 
-def describe(attention: StructuredAttention) -> str:
-    """Describes what computes in a layer, in a few words."""
+def describe(attention: StructuredAttention, learned: Iterable[nn.Module | None] = ()) -> str:
+    """Describes what computes in layers, in a few words.
+
+    Args:
+        learned: the modules with parameters that the structure adds to them.
+    """
     structure, tokens = attention.sparsity_config, attention.max_seq_length
-    return f"{type(structure).__name__}, block {structure.block}, density {attention.density:.1%} at {tokens} tokens"
+    added = sum(parameter.numel() for module in learned if module is not None for parameter in module.parameters())
+    more = f", {added:,} parameters added" if added else ""
+    return (
+        f"{type(structure).__name__}, block {structure.block}, density {attention.density:.1%} at {tokens} tokens{more}"
+    )
 
 
 class Dense(NamedTuple):

@@ -23,12 +23,15 @@ def sparsify(
 ) -> SparsifyReport:
     """Makes every attention layer of a model block-sparse. The parameters stay the same objects.
 
-    A Transformers model is switched through its attention interface: no module changes, nor a key of the state dict,
-    and the structure is written to `model.config.sparse_attention`, which is saved with the model. That config becomes
-    a copy, since other models may hold the one that it was made with; so give the whole model, not a base model inside
-    it. In other models each layer that holds `query`, `key` and `value`, is called with (hidden_states, attention_mask)
-    and returns a tensor, as bing_bert's `attention.self` does, becomes a `BertSparseSelfAttention`; each
-    `nn.MultiheadAttention` becomes a `SparseMultiheadAttention`, both in place; and in a layer that calls
+    A structure that adds parameters (modes "nsa" and "indexer") gives each layer a module `sparse_attention`, so make
+    the optimizer afterwards.
+
+    A Transformers model is switched through its attention interface: no other module changes, nor a key of the state
+    dict, and the structure is written to `model.config.sparse_attention`, which is saved with the model. That config
+    becomes a copy, since other models may hold the one that it was made with; so give the whole model, not a base model
+    inside it. In other models each layer that holds `query`, `key` and `value`, is called with (hidden_states,
+    attention_mask) and returns a tensor, as bing_bert's `attention.self` does, becomes a `BertSparseSelfAttention`;
+    each `nn.MultiheadAttention` becomes a `SparseMultiheadAttention`, both in place; and in a layer that calls
     `scaled_dot_product_attention` what it calls for becomes sparse. Their cross-attention stays dense, and the report
     says so.
 

@@ -31,7 +31,14 @@ class Compression(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(length * head_dim, head_dim), nn.GELU(), nn.Linear(head_dim, head_dim, bias=False)
         )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew."""
         nn.init.normal_(self.position, std=0.02)
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, Hkv, C, D) of x (B, Hkv, T, D). C is 1 where T is below `length`, and nobody sees that key."""

@@ -96,11 +96,23 @@ class IndexerAttention(nn.Module):
         if index_dim is None:
             self.query_weight = self.key_weight = None
             return
-        projection = torch.randn(index_heads, 1, head_dim, index_dim) * (index_dim * head_dim) ** -0.25
         self.query_weight, self.key_weight = (
-            nn.Parameter(projection.repeat(1, heads, 1, 1).flatten(1, 2) / heads)
+            nn.Parameter(torch.empty(index_heads, heads * head_dim, index_dim))
             for heads in (num_heads // index_heads, max(1, num_key_heads // index_heads))
         )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as the constructor does: the mean of heads, on a random projection."""
+        self.loss = torch.zeros_like(self.loss)
+        if self.query_weight is None or self.key_weight is None or self.index_dim is None:
+            return
+        projection = self.query_weight.new_empty(self.index_heads, self.head_dim, self.index_dim)
+        nn.init.normal_(projection, std=(self.index_dim * self.head_dim) ** -0.25)
+        with torch.no_grad():
+            for weight in (self.query_weight, self.key_weight):
+                heads = weight.shape[1] // self.head_dim
+                weight.copy_(projection.repeat(1, heads, 1) / heads)
 
     def forward(
         self,

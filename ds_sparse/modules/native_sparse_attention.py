@@ -80,6 +80,13 @@ class NativeSparseAttention(nn.Module):
         self.gate_weight = nn.Parameter(torch.zeros(num_heads, head_dim, 3))
         self.gate_bias = nn.Parameter(torch.zeros(num_heads, 1, 3))
 
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as the constructor does."""
+        self.compress_key.reset_parameters()
+        self.compress_value.reset_parameters()
+        nn.init.zeros_(self.gate_weight)
+        nn.init.zeros_(self.gate_bias)
+
     def forward(
         self,
         query: Tensor,

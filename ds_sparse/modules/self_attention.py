@@ -11,7 +11,8 @@ from torch import nn
 from ..ops import MatMul, Softmax, check_inputs
 from ..ops.operands import check_dropout, of_flash
 from ..ops.softmax import MASK_MODES, as_additive, of_first_head
-from ..sparsity import FixedSparsityConfig, SparsityConfig
+from ..sparsity import FixedSparsityConfig, SparsityConfig, adds_parameters
+from .chosen_attention import LEARNED, learned_attention
 from .structured_attention import StructuredAttention
 
 
@@ -53,6 +54,9 @@ class SparseSelfAttention(nn.Module):
         implementation: 'fused' (`block_sparse_attention`, memory linear in tokens) or 'separate' (MatMul, Softmax and
             MatMul, which store scores and probabilities: the way to check the other; also for fp64 on CUDA, and for
             gradients of masks).
+        head_dim, num_key_heads: the size of heads, and how many key and value have, for a structure that adds
+            parameters (modes "nsa" and "indexer"): the module `sparse_attention` has them. `num_key_heads` is that of
+            query if it is not given.
 
     Raises:
         TypeError: sparsity_config is no such object.
@@ -83,6 +87,8 @@ class SparseSelfAttention(nn.Module):
         *,
         attention_dropout: float = 0.0,
         implementation: str = "fused",
+        head_dim: int | None = None,
+        num_key_heads: int | None = None,
     ):
         super().__init__()
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
@@ -93,9 +99,26 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.attention_dropout = attention_dropout
-        self._attention = StructuredAttention(self.sparsity_config, max_seq_length, implementation)
+        self._attention = StructuredAttention(
+            self.sparsity_config, max_seq_length, implementation, gives_learned=head_dim is not None
+        )
         # A buffer without a tensor is what loaders find by its name, and what nothing moves, broadcasts or casts.
         self._buffers["master_layout"] = None
+        if head_dim is not None:
+            self.add_learned(num_key_heads or self.sparsity_config.num_heads, head_dim)
+
+    def add_learned(self, num_key_heads: int, head_dim: int, like: nn.Module | None = None) -> None:
+        """Makes the parameters of a structure that adds some, anew.
+
+        Args:
+            num_key_heads, head_dim: of key and value.
+            like: a module whose device, dtype and mode they take.
+
+        Raises:
+            ValueError: numbers that do not fit; a structure for causal models that is not causal.
+        """
+        if adds_parameters(self.sparsity_config):
+            self.add_module(LEARNED, learned_attention(self.sparsity_config, num_key_heads, head_dim, like=like))
 
     @property
     def attention(self) -> StructuredAttention:
@@ -281,6 +304,7 @@ class SparseSelfAttention(nn.Module):
         return self.attention(
             query, key, value, dropout_p=self.attention_dropout if self.training else 0.0, rpe=rpe,
             key_padding_mask=key_padding_mask, attn_mask=attn_mask, distance_bias=distance_bias,
+            learned=self._modules.get(LEARNED),
         )  # fmt: skip
 
     def _check_length(self, seq_len: int, hint: str = "") -> None:

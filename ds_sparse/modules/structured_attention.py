@@ -20,14 +20,14 @@ from ..ops import MatMul, Softmax, block_sparse_attention
 from ..ops.call import AttentionCall
 from ..ops.operands import of_flash
 from ..ops.softmax import as_additive
-from ..sparsity import MobaSparsityConfig, SparsityConfig
+from ..sparsity import ChosenSparsityConfig, SparsityConfig, adds_parameters
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import without_seed
 from ..tools.block_sizes import rounded_up
 from ..tools.ranks import from_rank_0, world_size
 from ..tools.wording import kind
+from .chosen_attention import chosen_attention
 from .layout_buffer import LayoutBuffer
-from .moba_attention import moba_attention
 
 IMPLEMENTATIONS = ("fused", "separate")
 
@@ -71,11 +71,13 @@ class StructuredAttention:
             other lengths and what ranks do about random blocks.
         doubles: longer sequences use the top-left part of a layout for twice `max_seq_length`, or four times, and so
             on, for models whose sequences have no longest; otherwise each has a layout of its length.
+        gives_learned: the layer gives each call its module, where the structure adds parameters.
 
     Call:
         As `block_sparse_attention`, without `layout`, `block` and `return_lse`, for any T above 0; `causal` beside what
         the structure says. The layout is not made for longer sequences where there is a query_offset: what a row sees
-        would change while they grow. Masks and rpe have all keys in their last dimension.
+        would change while they grow. Masks and rpe have all keys in their last dimension. `learned` is the layer's
+        module with the parameters that the structure adds.
 
     Raises:
         TypeError: as `SparseSelfAttention`.
@@ -91,11 +93,18 @@ class StructuredAttention:
         max_seq_length: int,
         implementation: str = "fused",
         doubles: bool = False,
+        gives_learned: bool = False,
     ):
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation is {implementation!r}; it has to be 'fused' or 'separate'.")
         check_structure(sparsity_config)
-        if implementation == "separate" and isinstance(sparsity_config, MobaSparsityConfig):
+        if adds_parameters(sparsity_config) and not gives_learned:
+            raise ValueError(
+                f"{type(sparsity_config).__name__} adds parameters, a module a layer, and this kind of layer has no "
+                "place for it; layers of Transformers' models have one, BertSparseSelfAttention, and "
+                "SparseSelfAttention with head_dim. Take another structure here."
+            )
+        if implementation == "separate" and isinstance(sparsity_config, ChosenSparsityConfig):
             raise ValueError(
                 f'implementation is "separate", and {type(sparsity_config).__name__} chooses blocks in each call; take '
                 '"fused", and ds_sparse.reference.selected_attention to check it.'
@@ -139,7 +148,7 @@ class StructuredAttention:
     @property
     def chooses(self) -> bool:
         """Tells if queries choose their blocks in each call: the layout is of those that may be chosen."""
-        return isinstance(self.sparsity_config, MobaSparsityConfig)
+        return isinstance(self.sparsity_config, ChosenSparsityConfig)
 
     @property
     def density(self) -> float:
@@ -182,7 +191,13 @@ class StructuredAttention:
 
         Raises:
             RuntimeError: it has not been asked for before, and torch.compile traces.
+            ValueError: the structure adds parameters, which are those of all heads.
         """
+        if adds_parameters(self.sparsity_config):
+            raise ValueError(
+                f"{type(self.sparsity_config).__name__} adds parameters for all heads, of which this rank has "
+                f"{len(heads)}; train it without ranks that share the heads of a layer."
+            )
 
         def build() -> _OfHeads:
             refuse_traced("The layout of a rank's heads cannot be made", "call once with this length before.")
@@ -204,14 +219,15 @@ class StructuredAttention:
         query_offset: int | torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         document_layout: str = "own",
+        learned: torch.nn.Module | None = None,
         **options: Any,
     ) -> torch.Tensor:
         self.check(query, key, value, query_offset, **options)
         self.synchronize_layout()
         options["causal"] = options.get("causal", False) or self.causal
-        if isinstance(self.sparsity_config, MobaSparsityConfig):
-            return moba_attention(
-                self.sparsity_config, query, key, value, query_offset=query_offset, cu_seqlens=cu_seqlens,
+        if isinstance(self.sparsity_config, ChosenSparsityConfig):
+            return chosen_attention(
+                self.sparsity_config, learned, query, key, value, query_offset=query_offset, cu_seqlens=cu_seqlens,
                 document_layout=document_layout, **options,
             )  # fmt: skip
         if self.implementation == "separate":

@@ -18,7 +18,7 @@ from ..dispatch import HOPPER_TILE, TILE
 from ..index.build import TilePlan, bits_of
 from ..index.packing import MAX_LINES
 from ..layout import causal_cut
-from ..sparsity import MobaSparsityConfig, SparsityConfig
+from ..sparsity import ChosenSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import random_numbers_kept
 from ..tools.block_sizes import rounded_up
@@ -181,7 +181,7 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
         walked = walk_of(kind, model, seq_len)
         return walked.live if walked else None
     structure = kind.structure
-    if isinstance(structure, MobaSparsityConfig):
+    if isinstance(structure, ChosenSparsityConfig):
         if model.does.causal and not structure.causal:
             structure = copy(structure)
             structure.causal = True
@@ -209,7 +209,7 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
         return Walk.of(near[None], WINDOW_BLOCK)
     if structure is None:
         return None
-    if isinstance(structure, MobaSparsityConfig):
+    if isinstance(structure, ChosenSparsityConfig):
         raise ValueError(
             f"{kind.in_words()}: blocks are chosen in each step, and a plan knows times of layouts alone; ds_sparse "
             "bench selected measures attention on chosen blocks."

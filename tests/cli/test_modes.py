@@ -18,8 +18,8 @@ def terminal_of_today(monkeypatch):
 def test_each_mode_has_its_picture_and_its_keys(capsys):
     assert main(["modes"]) == 0
     out = capsys.readouterr().out
-    assert out.count("24 x 24 blocks") == len(sparsity_modes()) - 1
-    assert out.count("No picture: each call chooses its blocks.") == 1
+    assert out.count("24 x 24 blocks") == len(sparsity_modes()) - 3
+    assert out.count("No picture: each call chooses its blocks.") == 3
     for mode in sparsity_modes():
         assert f"\n{mode}\n" in f"\n{out}"
         for key, field in json_fields(sparsity_class(mode)).items():

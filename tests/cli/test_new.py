@@ -28,7 +28,8 @@ def test_the_file_of_each_mode_passes_check_and_has_every_key_with_its_comment(m
     out, err = capsys.readouterr()
     assert err == "" and out.startswith(said.removesuffix(".\n")), "the same density"
     block = load_config(path).block
-    assert out.count("\n") == 1 + (block.get("attention") == "unidirectional"), "no notice but the one about that"
+    notices = (block.get("attention") == "unidirectional") + (mode in ("nsa", "indexer"))
+    assert out.count("\n") == 1 + notices, "no notice but those about that, and about parameters"
     assert block.keys() == {"mode", *json_fields(sparsity_class(mode))}
     lines = [line.strip() for line in path.read_text().splitlines()]
     assert all(lines[lines.index(line) - 1].startswith("# ") for line in lines if line.startswith('"'))

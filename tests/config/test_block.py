@@ -46,7 +46,8 @@ DOCUMENTED = {
 }
 
 MODES = (
-    '"bigbird", "bslongformer", "dense", "fixed", "local_sliding_window", "moba", "transformers_bigbird" or "variable"'
+    '"bigbird", "bslongformer", "dense", "fixed", "indexer", "local_sliding_window", "moba", "nsa", '
+    '"transformers_bigbird" or "variable"'
 )
 
 

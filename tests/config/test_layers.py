@@ -75,8 +75,8 @@ def test_all_mistakes_of_all_entries_come_at_once():
         'layers."1": got 4; wanted an object with the keys that differ from the block, or null for dense.',
         'layers."2": layers inside layers; an entry has the keys of a mode.',
         'layers."0-12".num_local_blcks: unknown key (given 4). Did you mean "num_local_blocks"?',
-        'layers."4".mode: got "bigbrid"; wanted "bigbird", "bslongformer", "dense", "fixed", "local_sliding_window", '
-        '"moba", "transformers_bigbird" or "variable". Did you mean "bigbird"?',
+        'layers."4".mode: got "bigbrid"; wanted "bigbird", "bslongformer", "dense", "fixed", "indexer", '
+        '"local_sliding_window", "moba", "nsa", "transformers_bigbird" or "variable". Did you mean "bigbird"?',
         'layers."6".block: got "16"; wanted 8, 16, 32, 64 or 128.',
         'layers."0-12": names layer 12, and the model has 12 attention layers, 0 to 11.',
     ]

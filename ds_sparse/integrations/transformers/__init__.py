@@ -2,7 +2,7 @@
 
 Importing this package registers both. The structure of a model is its `config.sparse_attention`, a dict with the keys
 of the JSON block, which is saved and loaded with the config. No module and no key of the state dict differs from the
-dense model's.
+dense model's, but where the structure adds parameters: each layer then has a module `sparse_attention` with them.
 """
 
 import sys

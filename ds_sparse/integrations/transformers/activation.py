@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...config import BLOCK_KEY, LayerStructures
 from ...models.report import NULL, Kind, describe
+from ...modules.chosen_attention import LearnedAttention
 from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention
@@ -35,21 +36,26 @@ from .binding import (
     attention_of_each,
     chosen_blocks_of,
     is_causal,
+    learned_of_each,
     own_attention_of,
     set_config,
     structures_in,
     take_distances,
+    take_learned,
 )
 from .compatibility import roles, why_not
 from .packing import watch
 
 
 def activate(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], attentions: Mapping[str, Attention]
+    model: PreTrainedModel,
+    layers: Mapping[str, nn.Module],
+    attentions: Mapping[str, Attention],
+    learned: Mapping[str, LearnedAttention],
 ) -> list[RemovableHandle]:
     """Has what computes in each compute in attention layers of a model whose config has our name: the one place that
     makes them sparse. Returns the hooks on the model."""
-    attach(model.config, layers, attentions)
+    attach(model.config, layers, attentions, learned)
     of_causal = {id(x): x for x in (attentions[name] for name, layer in layers.items() if is_causal(layer))}.values()
     name = type(model).__name__
     notices = [
@@ -148,6 +154,7 @@ class Switch:
             self._attentions = attention_of_each(layers, structures, self._length, name, shared=False)
         if block is not None:
             self._entries[BLOCK_KEY] = block
+        self._learned = learned_of_each(layers, self._attentions)
         alike: dict[OwnAttention | int, dict[str, nn.Module]] = {}
         for layer, attention in self._attentions.items():
             key = attention if isinstance(attention, OwnAttention) else id(attention)
@@ -164,7 +171,7 @@ class Switch:
         if isinstance(attention, ChosenBlocks):
             return Kind(layers, was, now, f"the model's own choice of blocks, of {attention.block} keys")
         if isinstance(attention, StructuredAttention):
-            return Kind(layers, was, now, describe(attention))
+            return Kind(layers, was, now, describe(attention, [self._learned.get(layer) for layer in layers]))
         return Kind(layers, was, was, NULL, sparse=False)
 
     def on(self) -> None:
@@ -174,7 +181,7 @@ class Switch:
         for config in configs:
             set_config(config, self._entries)
         _set_unchecked(self.model, NAME)
-        self._hooks = activate(self.model, self.layers, self._attentions)
+        self._hooks = activate(self.model, self.layers, self._attentions, self._learned)
         self._hooks += [layer.register_forward_hook(_check_is_switched) for layer in self.layers.values()]
 
     def off(self) -> None:
@@ -182,6 +189,7 @@ class Switch:
             hook.remove()
         for layer in self.layers.values():
             del layer._ds_sparse
+            take_learned(layer)
         take_distances(self.layers.values())
         for config, entries in self._before:
             set_config(config, entries)
@@ -219,7 +227,7 @@ def _settle(model: PreTrainedModel, one_by_one: bool = False) -> None:
         config, name = owner.config, type(owner.config).__name__
         with torch.device("cpu"):  # Transformers makes models that it loads on the meta device
             attentions = attention_of_each(layers, _structures_or_none(config, layers), Length.of(config), name)
-            activate(owner, layers, attentions)
+            activate(owner, layers, attentions, learned_of_each(layers, attentions))
     for decoder in found.decoders:
         others = [
             outer for outer in models_around(model, decoder) if getattr(outer.config, "is_encoder_decoder", False)
@@ -269,6 +277,7 @@ def _is_being_made() -> bool:
 
 _accepted = PreTrainedModel.get_correct_attn_implementation
 _post_init = PreTrainedModel.post_init
+_initialize_weights = PreTrainedModel._initialize_weights
 _set_unchecked = PreTrainedModel.set_attn_implementation
 
 
@@ -285,6 +294,17 @@ def _post_init_and_check(self: PreTrainedModel) -> None:
     named = [module for module in self.modules() if isinstance(module, PreTrainedModel) and _has_name(module)]
     if named and not _is_being_made():
         _settle(self)
+
+
+@functools.wraps(_initialize_weights)
+def _initialize_weights_and_learned(self: PreTrainedModel, module: nn.Module, *more: Any, **named: Any) -> None:
+    done = getattr(module, "_is_hf_initialized", False)
+    _initialize_weights(self, module, *more, **named)
+    if isinstance(module, LearnedAttention) and not done:
+        loaded = [(p, p.clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+        module.reset_parameters()
+        for parameter, values in loaded:
+            parameter.copy_(values)
 
 
 @functools.wraps(_set_unchecked)
@@ -308,4 +328,5 @@ def _set_attn_implementation_and_check(
 # Transformers takes a registered name for every model, also for one that never calls the function.
 PreTrainedModel.get_correct_attn_implementation = _accepted_where_used
 PreTrainedModel.post_init = _post_init_and_check
+PreTrainedModel._initialize_weights = _initialize_weights_and_learned  # of what a loaded model has not
 PreTrainedModel.set_attn_implementation = _set_attn_implementation_and_check

@@ -17,11 +17,12 @@ from transformers import PreTrainedConfig
 
 from ...config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, read_block
 from ...config.block import beyond, layers_of
+from ...modules.chosen_attention import LEARNED, LearnedAttention, learned_attention
 from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
-from ...sparsity import SparsityConfig
+from ...sparsity import SparsityConfig, adds_parameters
 from ...sparsity.declarations import declared_value
 from ...sparsity.draws import Draws, draws, why_unrepeatable
 from ...tools.wording import show
@@ -97,12 +98,61 @@ _made: weakref.WeakValueDictionary[tuple, StructuredAttention] = weakref.WeakVal
 """Attentions that layers which say the same share."""
 
 
-def attach(config: PreTrainedConfig, layers: Mapping[str, nn.Module], attentions: Mapping[str, Attention]) -> None:
-    """Gives the attention layers of a model, which has this config, what computes in each."""
+def attach(
+    config: PreTrainedConfig,
+    layers: Mapping[str, nn.Module],
+    attentions: Mapping[str, Attention],
+    learned: Mapping[str, LearnedAttention],
+) -> None:
+    """Gives the attention layers of a model, which has this config, what computes in each, and the modules of
+    `learned_of_each`."""
     block, length = getattr(config, BLOCK_KEY, None), Length.of(config)
     for number, (name, layer) in enumerate(layers.items()):
         vars(layer)["_ds_sparse"] = Attached(block, length, attentions[name], name, number, window_of(layer))
+        take_learned(layer)
+        if name in learned:
+            layer.add_module(LEARNED, learned[name])
     give_distances(layers.values())
+
+
+def learned_of_each(
+    layers: Mapping[str, nn.Module], attentions: Mapping[str, Attention]
+) -> dict[str, LearnedAttention]:
+    """Makes the modules with the parameters that structures add to layers, by name, on their device and of their dtype.
+    Parameters that a layer has already are taken over where their shapes are the same.
+
+    Raises:
+        ValueError: a structure that does not fit its layer; parameters of which each rank has a part.
+    """
+    return {
+        name: _learned_of(name, layer, getattr(attentions[name], "sparsity_config", None))
+        for name, layer in layers.items()
+        if adds_parameters(getattr(attentions[name], "sparsity_config", None))
+    }
+
+
+def _learned_of(name: str, layer: nn.Module, structure: Any) -> LearnedAttention:
+    try:
+        made = learned_attention(structure, *seen_operands[layer], causal=is_causal(layer), like=layer)
+    except ValueError as error:
+        raise ValueError(f"{named({name: layer})} cannot be sparse. {error}") from error
+    before = vars(layer)["_modules"].get(LEARNED)
+    if before is not None and _shapes(before) == _shapes(made):
+        made.load_state_dict(before.state_dict(keep_vars=True), assign=True)
+    if not any(parameter.is_meta for parameter in made.parameters()):
+        for module in made.modules():
+            vars(module)["_is_hf_initialized"] = True  # else models around this one would draw the parameters anew
+    return made
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
+def take_learned(layer: nn.Module) -> None:
+    """Takes the module with parameters of a structure from a layer, if it has one."""
+    if LEARNED in vars(layer)["_modules"]:
+        delattr(layer, LEARNED)
 
 
 def attention_of_each(
@@ -165,6 +215,11 @@ def attached_to(layer: nn.Module) -> Attached:
             "makes a layout of it; call the model once before."
         )
     structures, length = structures_in(config), Length.of(config)
+    if any(map(adds_parameters, structures.all())) or LEARNED in vars(layer)["_modules"]:
+        raise ValueError(
+            f"config.{BLOCK_KEY} has changed, or was never read, and the structure that it says or said adds "
+            f'parameters to layers; call model.set_attn_implementation("{NAME}") before the optimizer is made.'
+        )
     name, number = (attached.name, attached.number) if attached is not None else ("", None)
     if structures.entries and number is None:
         raise ValueError(
@@ -189,7 +244,7 @@ def _attention_on(structure: SparsityConfig, block: dict[str, Any] | None, lengt
     key = (type(structure), json.dumps(block, sort_keys=True), structure.num_heads, tokens, length.doubles)
     attention = None if block is None else _made.get(key)
     if attention is None:
-        attention = StructuredAttention(structure, tokens, doubles=length.doubles)
+        attention = StructuredAttention(structure, tokens, doubles=length.doubles, gives_learned=True)
         how = None if block is None else draws(structure, attention.max_seq_length)
         if how is Draws.UNREPEATABLY:
             raise Unrepeatable(why_unrepeatable(structure))
@@ -209,6 +264,9 @@ text model do."""
 
 seen_windows: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDictionary()
 """Windows that a trial has seen: what a layer and its config say of one need not be what it asks for."""
+
+seen_operands: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""The number of key heads and the size of heads that a layer had in a trial."""
 
 seen_across: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that were seen in a trial to attend to another sequence than that of their queries, as where a learned

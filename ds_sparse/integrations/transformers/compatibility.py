@@ -31,6 +31,7 @@ from .binding import (
     own_attention_of,
     seen_across,
     seen_causal,
+    seen_operands,
     seen_windows,
     set_config,
 )
@@ -294,7 +295,7 @@ def _note(
         raise Refused(f"{named({name: module})} gives the attention what it does not take. {error}") from error
     if causal and not is_causal(module):
         seen_causal.add(module)
-    heads[module] = query.shape[1]
+    heads[module], seen_operands[module] = query.shape[1], (key.shape[1], key.shape[3])
     return torch.empty_like(query)
 
 

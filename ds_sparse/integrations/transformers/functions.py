@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from ...layout import is_distributed
 from ...modules.bert import VARIANTS
+from ...modules.chosen_attention import LEARNED
 from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
@@ -173,6 +174,9 @@ def _attend_packed(call: Call, documents: PackedDocuments) -> torch.Tensor:
 
 def _compute(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
     attention = attention_of(call.layer, call.query)
+    learned = call.layer._modules.get(LEARNED)
+    if learned is not None:
+        options["learned"] = learned
     return attention(query, key, value, scale=call.scale, dropout_p=call.dropout_p, **options)
 
 

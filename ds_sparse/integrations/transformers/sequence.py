@@ -18,8 +18,9 @@ from ...sequence.attention import computes_own_tokens
 from ...sequence.deal import check_ranks
 from ...sequence.exchange import RanksOfSequence
 from ...sequence.halo_plan import part_lengths
+from ...sparsity import adds_parameters
 from ..transformers_family import NAME, is_switched, layers_by_model, pretrained_model_around
-from .binding import Call, Refused, attached_to, which
+from .binding import Call, Refused, attached_to, structure_of, which
 from .masks import hides_nothing
 from .packing import CUMULATIVE, FOR_FLASH_ATTENTION, PART_KEYWORD, DocumentsRead, by_name, documents_of, positions_of
 
@@ -348,6 +349,8 @@ def _why_not(model: PreTrainedModel, ranks: RanksOfSequence) -> str | None:
         return "it is already; call undo() of what ds_sparse.sequence_parallel returned first."
     if not by_model or not all(map(is_switched, by_model)):
         return "it is not sparse; call ds_sparse.sparsify(model, ...) first."
+    if any(adds_parameters(structure_of(layer)) for layer in layers):
+        return "its structure adds parameters to layers, which are for all tokens and heads; train it without."
     if config.model_type not in MODEL_TYPES:
         return (
             f"whether a {config.model_type} model computes each token alone outside of attention has not been tested; "

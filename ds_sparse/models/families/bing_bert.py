@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...modules.bert import BertSparseSelfAttention
+from ...modules.chosen_attention import LEARNED
 from ...modules.structured_attention import whole_blocks
 from ...sparsity import SparsityConfig
 from ..report import Change, Kind, describe
@@ -65,7 +66,9 @@ class Turn:
     def __init__(self, layers: dict[str, nn.Module], replacements: list[BertSparseSelfAttention]):
         was = [type(layer).__name__ for layer in layers.values()]
         now = [BertSparseSelfAttention.__name__] * len(layers)
-        self.kinds = [Kind(layers, was, now, describe(replacements[0].sparse_self_attention.attention))]
+        cores = [replacement.sparse_self_attention for replacement in replacements]
+        what = describe(cores[0].attention, [getattr(core, LEARNED, None) for core in cores])
+        self.kinds = [Kind(layers, was, now, what)]
         self._sparse_for = dict(zip(layers.values(), replacements, strict=True))
 
     def on(self) -> None:

@@ -1,0 +1,172 @@
+"""Attention on the blocks that queries choose in a call, called as `StructuredAttention` is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..index import BlockIndex
+from ..layout import is_distributed
+from ..ops import block_sparse_attention, select_blocks, selected_attention
+from ..sparsity import ChosenSparsityConfig, IndexerSparsityConfig, MobaSparsityConfig, NativeSparsityConfig
+from .indexer_attention import IndexerAttention
+from .native_sparse_attention import NativeSparseAttention
+
+PADDING_BELOW = -1000.0
+"""Where a float mask is below, models mean padding: they write -10000, the dtype's least number or -inf."""
+
+LEARNED = "sparse_attention"
+"""The name in a layer of the module that has the parameters of its structure."""
+
+LearnedAttention = NativeSparseAttention | IndexerAttention
+
+_NOT_COMPUTED = ("rpe", "distance_bias", "attn_mask")
+
+
+def learned_attention(
+    structure: Any, num_key_heads: int, head_dim: int, *, causal: bool = False, like: nn.Module | None = None
+) -> LearnedAttention:
+    """Makes the module with the parameters that a structure adds to a layer.
+
+    Args:
+        causal: whether the layer is, whatever the structure says.
+        like: a module whose device, dtype and mode it takes.
+
+    Raises:
+        ValueError: numbers that do not fit; a structure for causal layers alone, and one that is not; parameters of
+            `like` of which each rank has a part.
+    """
+    if like is None:
+        return _learned(structure, num_key_heads, head_dim, causal)
+    parameter: Any = next(like.parameters())
+    if hasattr(parameter, "ds_id") or is_distributed(parameter):  # ds_id is what ZeRO 3 gives its parameters
+        raise ValueError(
+            f"The layer has parameters of which each rank has a part, and {type(structure).__name__} adds whole ones; "
+            "make the model sparse before they are dealt to ranks, outside of deepspeed.zero.Init."
+        )
+    with parameter.device:
+        made = _learned(structure, num_key_heads, head_dim, causal)
+    # A quantized layer has no dtype to compute in.
+    dtype = next((p.dtype for p in like.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    return made.to(dtype).train(like.training)
+
+
+def _learned(structure: Any, num_key_heads: int, head_dim: int, causal: bool) -> LearnedAttention:
+    sizes = (structure.num_heads, num_key_heads, head_dim)
+    shared: dict[str, Any] = {
+        "block": structure.block,
+        "k": structure.num_chosen_blocks,
+        "first": structure.num_first_blocks,
+        "local": _local(structure),
+    }
+    if isinstance(structure, IndexerSparsityConfig):
+        heads = {"group": num_key_heads, "head": structure.num_heads, "one": 1}[structure.index_heads]
+        return IndexerAttention(
+            *sizes, index_heads=heads, index_dim=structure.index_dim, loss_weight=structure.loss_weight, **shared
+        )
+    if not isinstance(structure, NativeSparsityConfig):
+        raise TypeError(f"{type(structure).__name__} adds parameters, and ds_sparse has no module with them.")
+    if not causal and not structure.causal:
+        raise ValueError(
+            f"{type(structure).__name__} is for causal models: tokens see compressed keys that are behind them. Take "
+            'mode "indexer" or "moba" for a model that is not, or make it causal, by causal=True of the structure.'
+        )
+    return NativeSparseAttention(
+        *sizes, length=structure.compressed_length, stride=structure.compressed_stride, window=structure.window,
+        **shared,
+    )  # fmt: skip
+
+
+def chosen_attention(
+    structure: ChosenSparsityConfig,
+    learned: nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    query_offset: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    document_layout: str = "own",
+    scale: float | None = None,
+    **more: Any,
+) -> Tensor:
+    """Attention of each query to the blocks of keys that it chooses.
+
+    Args:
+        structure: how many blocks, and who chooses.
+        learned: the layer's module, of a structure that adds parameters.
+        others: as of `StructuredAttention`. A float key_padding_mask keeps a key or, below -1000, drops it: what is
+            not there cannot count in a choice.
+
+    Raises:
+        ValueError: an option that is not computed here; no module for a structure that adds parameters.
+    """
+    given = [name for name in _NOT_COMPUTED if more.get(name) is not None]
+    given += ['document_layout="row"'] if document_layout != "own" else []
+    by_blocks = isinstance(structure, MobaSparsityConfig) and structure.selection == "block"
+    if by_blocks:
+        given += [name for name, x in (("query_offset", query_offset), ("cu_seqlens", cu_seqlens)) if x is not None]
+    elif dropout_p:
+        given.append(f"dropout of attention ({dropout_p})")
+    if structure.adds_parameters and sinks is not None:
+        given.append("sinks")
+    _refuse(structure, given)
+    if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
+        key_padding_mask = key_padding_mask.detach() > PADDING_BELOW
+    how: dict[str, Any] = {"causal": causal, "key_padding_mask": key_padding_mask}
+    if by_blocks:
+        return _of_query_blocks(structure, query, key, value, dropout_p, scale=scale, sinks=sinks, **how)
+    how["query_offset"] = 0 if query_offset is None else query_offset
+    how["cu_seqlens"] = cu_seqlens
+    if not structure.adds_parameters:
+        chosen = _by_means(structure, query, key, **how)
+        return selected_attention(query, key, value, chosen, structure.block, scale=scale, sinks=sinks, **how)
+    if learned is None:
+        raise ValueError(
+            f"{type(structure).__name__} adds parameters, and this layer has no module with them; call "
+            "ds_sparse.sparsify, or build SparseSelfAttention with head_dim."
+        )
+    return learned(query, key, value, scale=scale, **how)
+
+
+def _of_query_blocks(
+    structure: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, *, causal: bool, **more: Any
+) -> Tensor:
+    padding = more["key_padding_mask"]
+    chosen = _by_means(structure, query, key, query_block=structure.block, causal=causal, key_padding_mask=padding)
+    index = BlockIndex.from_blocks(chosen, structure.block)
+    return block_sparse_attention(
+        query, key, value, index.causal() if causal else index, causal=causal, dropout_p=dropout_p, **more
+    )
+
+
+def _by_means(structure: Any, query: Tensor, key: Tensor, **how: Any) -> Tensor:
+    groups = key.shape[-3] if structure.chosen_by_group else None
+    return select_blocks(
+        query, key, structure.block, structure.num_chosen_blocks, groups=groups, first=structure.num_first_blocks,
+        local=_local(structure), **how,
+    )  # fmt: skip
+
+
+def _local(structure: ChosenSparsityConfig) -> int:
+    """Blocks up to a query's own that are forced."""
+    return structure.num_sliding_window_blocks // 2 + 1
+
+
+def _refuse(structure: ChosenSparsityConfig, given: list[str]) -> None:
+    """Raises ValueError for options that are not computed."""
+    if not given:
+        return
+    who, instead = type(structure).__name__, "take a structure with a layout"
+    if isinstance(structure, MobaSparsityConfig):
+        who += f' with selection "{structure.selection}"'
+        instead = "take the other selection, or a structure with a layout"
+    raise ValueError(
+        f"{' and '.join(given)}: {who} does not compute it. Leave it out (a dropout is 0 then), or {instead}."
+    )

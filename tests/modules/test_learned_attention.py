@@ -1,0 +1,167 @@
+"""Layers of structures that add parameters: modes "nsa" and "indexer"."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import random, seeded
+from torch import nn
+
+import ds_sparse
+from ds_sparse import (
+    BertSparseSelfAttention,
+    IndexerSparsityConfig,
+    NativeSparsityConfig,
+    SparseMultiheadAttention,
+    SparseSelfAttention,
+    sparsify,
+)
+from ds_sparse.modules.structured_attention import StructuredAttention
+
+NSA = NativeSparsityConfig(
+    4, block=16, num_chosen_blocks=4, num_sliding_window_blocks=1, compressed_length=16, compressed_stride=8, window=20,
+    causal=True,
+)  # fmt: skip
+INDEXER = IndexerSparsityConfig(4, block=16, num_chosen_blocks=2, num_first_blocks=1, index_dim=8)
+
+
+def operands(tokens: int, heads: int = 4, key_heads: int = 2, batch: int = 2) -> list[torch.Tensor]:
+    shapes = (batch, heads, tokens, 16), *[(batch, key_heads, tokens, 16)] * 2
+    return [random(seeded(i), *shape, dtype=torch.float32) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+def test_a_layer_computes_what_its_module_does(device: str, structure: Any):
+    layer = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2).to(device)
+    query, key, value = (x.to(device) for x in operands(90))
+    keep = torch.ones(2, 90, dtype=torch.bool, device=device)
+    keep[:, 80:] = False
+    padding = torch.zeros(2, 90, device=device).masked_fill(~keep, -10000.0)  # as BERT's masks have it
+    found = layer.attend(query, key, value, key_padding_mask=padding)
+    more = {"causal": structure.causal, "key_padding_mask": keep}
+    assert torch.equal(found, layer.sparse_attention(query, key, value, **more))
+    assert layer.sparse_attention.k == structure.num_chosen_blocks and layer.sparse_attention.first == 1
+    assert not torch.equal(found, layer.attend(query, key, value))
+
+
+def test_an_indexer_has_the_heads_that_are_asked_for():
+    for index_heads, heads in (("group", 2), ("head", 4), ("one", 1)):
+        structure = IndexerSparsityConfig(4, block=16, index_dim=8, index_heads=index_heads, loss_weight=0.5)
+        module: Any = SparseSelfAttention(structure, head_dim=16, num_key_heads=2).sparse_attention
+        assert (module.index_heads, module.index_dim, module.loss_weight) == (heads, 8, 0.5)
+
+
+def test_an_encoders_layer_learns_both_ways_and_is_saved(device: str):
+    config = SimpleNamespace(hidden_size=64, num_attention_heads=4)
+    layer = BertSparseSelfAttention(config, INDEXER, max_seq_length=96).to(device)
+    x = random(seeded(0), 2, 96, 64, dtype=torch.float32).to(device)
+    layer(x).sum().backward()
+    assert all(parameter.grad.any() for parameter in layer.sparse_self_attention.parameters())
+    other = BertSparseSelfAttention(config, INDEXER, max_seq_length=96).to(device)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.eval()(x), layer.eval()(x))
+
+
+class Layer(nn.Module):
+    """In the manner of bing_bert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+        self.num_attention_heads = 4
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_layers_that_become_sparse_have_parameters_of_their_own():
+    model = nn.ModuleDict({name: Layer().double().eval() for name in ("first", "second")})
+    keys = set(model.state_dict())
+    report = sparsify(model, {"mode": "indexer", "block": 16, "index_dim": 8}, max_seq_length=64)
+    assert ", 2,048 parameters added" in str(report)
+    learned = [layer.sparse_self_attention.sparse_attention for layer in model.values()]
+    assert all(weight.dtype == torch.float64 for module in learned for weight in module.parameters())
+    assert not torch.equal(learned[0].key_weight, learned[1].key_weight)
+    assert not any(module.training for module in learned)
+    report.undo()
+    assert set(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+def test_layers_without_a_place_for_parameters_are_refused(structure: Any):
+    sentence = f"{type(structure).__name__} adds parameters, a module a layer, and this kind of layer has no place"
+    for make in (
+        lambda: StructuredAttention(structure, 64),
+        lambda: SparseSelfAttention(structure),
+        lambda: SparseMultiheadAttention(32, 4, sparsity_config=structure),
+        lambda: ds_sparse.SequenceParallelAttention(structure, 64),
+        lambda: sparsify(nn.TransformerEncoderLayer(32, 4), structure),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make()
+    attention = StructuredAttention(structure, 64, gives_learned=True)
+    with pytest.raises(ValueError, match="this layer has no module with them"):
+        attention(*operands(64))
+    with pytest.raises(ValueError, match="for all heads, of which this rank has 2"):
+        attention.of_heads((0, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rpe": torch.zeros(32, 32)}, "rpe: IndexerSparsityConfig does not compute it"),
+        ({"dropout_p": 0.1}, r"dropout of attention .0.1.: .* or take a structure with a layout"),
+        ({"sinks": torch.zeros(4)}, "sinks: "),
+        ({"document_layout": "row", "cu_seqlens": torch.tensor([0, 32])}, 'document_layout="row"'),
+    ],
+)
+def test_what_is_not_computed_is_refused(options: dict[str, Any], sentence: str):
+    layer = SparseSelfAttention(INDEXER, max_seq_length=32, head_dim=16, num_key_heads=2)
+    with pytest.raises(ValueError, match=sentence):
+        layer.attention(*operands(32, batch=1), learned=layer.sparse_attention, **options)
+
+
+def test_nsa_is_refused_where_tokens_see_later_ones():
+    structure = NativeSparsityConfig(4)
+    with pytest.raises(ValueError, match='NativeSparsityConfig is for causal models.*mode "indexer"'):
+        BertSparseSelfAttention(SimpleNamespace(hidden_size=64, num_attention_heads=4), structure)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "sentence"),
+    [
+        (NativeSparsityConfig, {"compressed_stride": 12}, "multiples of the stride"),
+        (NativeSparsityConfig, {"num_chosen_blocks": 3}, "take 4 blocks whatever they score"),
+        (NativeSparsityConfig, {"window": 0}, "greater than or equal to 1"),
+        (IndexerSparsityConfig, {"index_heads": "some"}, "'group', 'head' or 'one'"),
+        (IndexerSparsityConfig, {"loss_weight": 0.0}, "greater than 0"),
+        (IndexerSparsityConfig, {"strict_causal": True}, "strict_causal cuts layouts"),
+    ],
+)
+def test_fields_that_do_not_fit(cls: Any, fields: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        cls(4, **fields)
+
+
+def test_an_indexer_that_is_larger_than_heads_is_refused():
+    with pytest.raises(ValueError, match="The indexer's heads have 64 numbers, and those of attention 16"):
+        SparseSelfAttention(IndexerSparsityConfig(4), head_dim=16)
+
+
+def test_the_share_that_is_computed():
+    assert IndexerSparsityConfig(4, block=16, num_chosen_blocks=2).computed_share(64) == 8 / 16
+    nsa = NativeSparsityConfig(
+        4, block=16, num_chosen_blocks=2, num_first_blocks=0, num_sliding_window_blocks=1, window=16,
+        compressed_stride=8, compressed_length=16,
+    )  # fmt: skip
+    assert nsa.computed_share(64) == 7 / 16 + 1 / 16 + 1 / 4
+    assert nsa.computed_share(16) == 1
+
+
+@pytest.mark.parametrize("mode", ["nsa", "indexer"])
+def test_a_structure_goes_through_its_block(mode: str):
+    structure = ds_sparse.parse_sparse_attention({"mode": mode, "block": 32, "num_first_blocks": 2}, num_heads=4)
+    assert (structure.block, structure.num_first_blocks, structure.num_chosen_blocks) == (32, 2, 16)
