@@ -63,8 +63,11 @@ def moba_attention(
         "local": structure.num_sliding_window_blocks // 2 + 1,
     }
     if structure.selection == "block":
+        asking = query.detach()
+        if key_padding_mask is not None:  # queries of padding would count in the mean of their block
+            asking = asking.masked_fill(~key_padding_mask[:, None, :, None], 0)
         chosen = select_blocks(
-            query, key, structure.block, structure.num_chosen_blocks, groups=groups, query_block=structure.block,
+            asking, key, structure.block, structure.num_chosen_blocks, groups=groups, query_block=structure.block,
             **forced, **how,
         )  # fmt: skip
         index = BlockIndex.from_blocks(chosen, structure.block)

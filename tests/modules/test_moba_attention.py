@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -79,6 +80,21 @@ def test_padding_as_models_write_it_counts_in_no_mean(device: str):
     for least in (-10000.0, torch.finfo(torch.float32).min, float("-inf")):
         mask = torch.zeros(2, 96, device=device).masked_fill(~keep, least)
         assert torch.equal(attention(query, key, value, key_padding_mask=mask), wanted)
+
+
+@pytest.mark.parametrize("side", [slice(0, 21), slice(70, 96)], ids=["left", "right"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("selection", ["token", "block"])
+def test_what_padding_holds_reaches_no_token(device: str, selection: Any, causal: bool, side: slice):
+    structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=2, selection=selection, causal=causal)
+    attention, given = StructuredAttention(structure, 96), [x.to(device) for x in operands(96)]
+    keep = torch.ones(2, 96, dtype=torch.bool, device=device)
+    keep[:, side] = False
+    wanted = attention(*given, key_padding_mask=keep)
+    for value in (100.0, math.nan):
+        spoilt = (x.masked_fill(~keep[:, None, :, None], value) for x in given)
+        found = attention(*spoilt, key_padding_mask=keep)
+        torch.testing.assert_close(found.transpose(1, 2)[keep], wanted.transpose(1, 2)[keep])
 
 
 def test_documents_choose_in_their_own(device: str):
