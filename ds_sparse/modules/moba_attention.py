@@ -43,16 +43,22 @@ def moba_attention(
     Raises:
         ValueError: an option that is not computed here.
     """
-    given = [name for name in _NOT_COMPUTED if more.get(name) is not None]
-    given += ['document_layout="row"'] if document_layout != "own" else []
+    refused = [
+        (name, "leave it out, or take a structure with a layout")
+        for name in _NOT_COMPUTED
+        if more.get(name) is not None
+    ]
+    if document_layout != "own":
+        refused.append((f"document_layout={document_layout!r}", "leave it out"))
     if structure.selection == "block":
-        given += [name for name, x in (("query_offset", query_offset), ("cu_seqlens", cu_seqlens)) if x is not None]
+        rows = {"query_offset, as of cached keys": query_offset, "cu_seqlens of packed documents": cu_seqlens}
+        refused += [(name, 'take selection "token"') for name, x in rows.items() if x is not None]
     elif dropout_p:
-        given.append(f"dropout of attention ({dropout_p})")
-    if given:
+        refused.append((f"dropout of attention ({dropout_p})", 'set it to 0, or take selection "block"'))
+    if refused:
+        what, instead = refused[0]
         raise ValueError(
-            f'{" and ".join(given)}: {type(structure).__name__} with selection "{structure.selection}" does not '
-            "compute it. Leave it out (a dropout is 0 then), or take the other selection, or a structure with a layout."
+            f'{what}: {type(structure).__name__} with selection "{structure.selection}" does not compute it; {instead}.'
         )
     if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
         key_padding_mask = key_padding_mask.detach() > PADDING_BELOW

@@ -120,10 +120,11 @@ def test_cached_keys_are_chosen_as_all_others(device: str):
 @pytest.mark.parametrize(
     ("options", "selection", "sentence"),
     [
-        ({"rpe": torch.zeros(32, 32)}, "token", 'rpe: MobaSparsityConfig with selection "token" does not compute it'),
-        ({"dropout_p": 0.1}, "token", "dropout of attention .0.1.: "),
-        ({"query_offset": 4}, "block", 'query_offset: MobaSparsityConfig with selection "block"'),
-        ({"document_layout": "row", "cu_seqlens": torch.tensor([0, 32])}, "token", 'document_layout="row"'),
+        ({"rpe": torch.zeros(32, 32)}, "token", "rpe: MobaSparsityConfig .* take a structure with a layout"),
+        ({"dropout_p": 0.1}, "token", 'dropout of attention .0.1.: .* set it to 0, or take selection "block"'),
+        ({"query_offset": 4}, "block", 'query_offset, as of cached keys: .* take selection "token"'),
+        ({"cu_seqlens": torch.tensor([0, 32])}, "block", 'cu_seqlens of packed documents: .* take selection "token"'),
+        ({"document_layout": "row", "cu_seqlens": torch.tensor([0, 32])}, "token", "document_layout='row'"),
     ],
 )
 def test_what_is_not_computed_is_refused(options: dict[str, Any], selection: Any, sentence: str):
