@@ -141,6 +141,17 @@ def test_there_are_no_separate_operations():
         SparseSelfAttention(structure).get_ops(4, 128)
 
 
+def test_checkpoints_go_from_and_to_structures_with_a_layout():
+    """The layout of blocks that may be chosen is all but dense; another structure would compute on it."""
+    chooses = SparseSelfAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), max_seq_length=128)
+    fixed = SparseSelfAttention(ds_sparse.FixedSparsityConfig(4, block=32, num_local_blocks=2), max_seq_length=128)
+    of_fixed, of_chooses = fixed.master_layout.clone(), chooses.master_layout.clone()
+    fixed.load_state_dict(chooses.state_dict())
+    assert torch.equal(fixed.master_layout, of_fixed)
+    chooses.load_state_dict(fixed.state_dict())
+    assert torch.equal(chooses.master_layout, of_chooses) and chooses.max_seq_length == 128
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
