@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..index import BlockIndex
 from ..ops import block_sparse_attention, select_blocks, selected_attention
+from ..ops.operands import check_bias
 from ..sparsity import MobaSparsityConfig
 
 PADDING_BELOW = -1000.0
@@ -61,6 +62,7 @@ def moba_attention(
             f'{what}: {type(structure).__name__} with selection "{structure.selection}" does not compute it; {instead}.'
         )
     if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
+        check_bias("key_padding_mask", key_padding_mask, query, (query.shape[0], key.shape[2]), (2,))
         key_padding_mask = key_padding_mask.detach() > PADDING_BELOW
     groups = key.shape[-3] if structure.chosen_by_group else None
     how: dict[str, Any] = {"causal": causal, "key_padding_mask": key_padding_mask}

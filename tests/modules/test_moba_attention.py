@@ -133,6 +133,12 @@ def test_what_is_not_computed_is_refused(options: dict[str, Any], selection: Any
         attention(*operands(32, batch=1), **options)
 
 
+def test_a_mask_that_learns_is_refused():
+    attention = StructuredAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), 32)
+    with pytest.raises(ValueError, match="key_padding_mask requires a gradient, and masks have none here"):
+        attention(*operands(32), key_padding_mask=torch.zeros(2, 32, requires_grad=True))
+
+
 def test_there_are_no_separate_operations():
     structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=2)
     with pytest.raises(ValueError, match='implementation is "separate", and MobaSparsityConfig chooses'):
