@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..index import BlockIndex
 from ..layout import is_distributed
 from ..ops import block_sparse_attention, select_blocks, selected_attention
+from ..ops.operands import check_bias
 from ..sparsity import ChosenSparsityConfig, IndexerSparsityConfig, MobaSparsityConfig, NativeSparsityConfig
 from .indexer_attention import IndexerAttention
 from .native_sparse_attention import NativeSparseAttention
@@ -107,17 +108,25 @@ def chosen_attention(
     Raises:
         ValueError: an option that is not computed here; no module for a structure that adds parameters.
     """
-    given = [name for name in _NOT_COMPUTED if more.get(name) is not None]
-    given += ['document_layout="row"'] if document_layout != "own" else []
     by_blocks = isinstance(structure, MobaSparsityConfig) and structure.selection == "block"
+    other = "leave it out, or take a structure with a layout"
+    refused = [(name, other) for name in _NOT_COMPUTED if more.get(name) is not None]
+    if document_layout != "own":
+        refused.append((f"document_layout={document_layout!r}", "leave it out"))
     if by_blocks:
-        given += [name for name, x in (("query_offset", query_offset), ("cu_seqlens", cu_seqlens)) if x is not None]
+        rows = {"query_offset, as of cached keys": query_offset, "cu_seqlens of packed documents": cu_seqlens}
+        refused += [(name, 'take selection "token"') for name, x in rows.items() if x is not None]
     elif dropout_p:
-        given.append(f"dropout of attention ({dropout_p})")
+        or_blocks = ', or take selection "block"' if isinstance(structure, MobaSparsityConfig) else ""
+        refused.append((f"dropout of attention ({dropout_p})", f"set it to 0{or_blocks}"))
     if structure.adds_parameters and sinks is not None:
-        given.append("sinks")
-    _refuse(structure, given)
+        refused.append(("sinks", other))
+    for what, instead in refused:
+        who = type(structure).__name__
+        who += f' with selection "{structure.selection}"' if isinstance(structure, MobaSparsityConfig) else ""
+        raise ValueError(f"{what}: {who} does not compute it; {instead}.")
     if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
+        check_bias("key_padding_mask", key_padding_mask, query, (query.shape[0], key.shape[2]), (2,))
         key_padding_mask = key_padding_mask.detach() > PADDING_BELOW
     how: dict[str, Any] = {"causal": causal, "key_padding_mask": key_padding_mask}
     if by_blocks:
@@ -138,8 +147,10 @@ def chosen_attention(
 def _of_query_blocks(
     structure: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, *, causal: bool, **more: Any
 ) -> Tensor:
-    padding = more["key_padding_mask"]
-    chosen = _by_means(structure, query, key, query_block=structure.block, causal=causal, key_padding_mask=padding)
+    padding, asking = more["key_padding_mask"], query.detach()
+    if padding is not None:  # queries of padding would count in the mean of their block
+        asking = asking.masked_fill(~padding[:, None, :, None], 0)
+    chosen = _by_means(structure, asking, key, query_block=structure.block, causal=causal, key_padding_mask=padding)
     index = BlockIndex.from_blocks(chosen, structure.block)
     return block_sparse_attention(
         query, key, value, index.causal() if causal else index, causal=causal, dropout_p=dropout_p, **more
@@ -157,16 +168,3 @@ def _by_means(structure: Any, query: Tensor, key: Tensor, **how: Any) -> Tensor:
 def _local(structure: ChosenSparsityConfig) -> int:
     """Blocks up to a query's own that are forced."""
     return structure.num_sliding_window_blocks // 2 + 1
-
-
-def _refuse(structure: ChosenSparsityConfig, given: list[str]) -> None:
-    """Raises ValueError for options that are not computed."""
-    if not given:
-        return
-    who, instead = type(structure).__name__, "take a structure with a layout"
-    if isinstance(structure, MobaSparsityConfig):
-        who += f' with selection "{structure.selection}"'
-        instead = "take the other selection, or a structure with a layout"
-    raise ValueError(
-        f"{' and '.join(given)}: {who} does not compute it. Leave it out (a dropout is 0 then), or {instead}."
-    )

@@ -18,6 +18,9 @@ def check_sizes(num_heads: int, num_key_heads: int, block: int, k: int, first: i
         )
     if block not in CHOSEN_BLOCK_SIZES:
         raise ValueError(f"block is {block!r}; it has to be one of {listed(CHOSEN_BLOCK_SIZES, 'and')}.")
+    for name, number, least in (("k", k, 1), ("first", first, 0), ("local", local, 0)):
+        if not isinstance(number, int) or number < least:
+            raise ValueError(f"{name} is {number!r}; it has to be an integer of {least} or more.")
     if first + local > k:
         raise ValueError(
             f"k is {k}, and first={first} and local={local} choose {first + local} blocks; give k={first + local} or "

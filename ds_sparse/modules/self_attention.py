@@ -38,7 +38,8 @@ class SparseSelfAttention(nn.Module):
     It is a persistent buffer, `master_layout`, int64 (H, R, C), where DeepSpeed has it. A checkpoint with it decides
     the layout, one without it loads too. It is on the CPU, also where the module is built on the meta device or moved
     to another. Modules that contain this one do not list it among their `buffers()`, which DistributedDataParallel and
-    FSDP broadcast and move; their state dicts have it.
+    FSDP broadcast and move; their state dicts have it. Where queries choose their blocks, no state dict has it, and
+    that of another structure is not taken.
 
     Random blocks drawn without a seed differ between ranks: when torch.distributed runs, all take rank 0's, once, at
     construction or at the first forward.
@@ -324,14 +325,17 @@ class SparseSelfAttention(nn.Module):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.attention.chooses:  # another structure would take its layout for one to compute on
+            return
         # Memory of its own: formats for checkpoints refuse tensors that share it, or would leave one out.
         destination[prefix + "master_layout"] = self.master_layout.clone(memory_format=torch.contiguous_format)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        """Takes a layout of any length from a checkpoint, and does not miss one that is not there."""
+        """Takes a layout of any length from a checkpoint, unless queries choose their blocks, and does not miss one
+        that is not there."""
         layout = state_dict.pop(prefix + "master_layout", None)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        if layout is not None:
+        if layout is not None and not self.attention.chooses:
             try:
                 self.master_layout = layout  # type: ignore[misc]  # __setattr__ takes it
             except (TypeError, ValueError) as error:

@@ -110,20 +110,19 @@ def select_blocks(
     """
     if score not in SCORES:
         raise ValueError(f"score is {score!r}; it has to be 'mean' or 'max'.")
-    query_block = _checked_number("query_block", query_block, 1)
+    block, query_block = _checked_number("block", block, 1), _checked_number("query_block", query_block, 1)
     if block % query_block and query_block % block:
         raise ValueError(f"query_block is {query_block} and block {block}; one has to be a multiple of the other.")
-    if query_block > 1:
-        if cu_seqlens is not None:
-            raise ValueError(f"query_block is {query_block}; of packed documents each token chooses, so leave it out.")
-        if isinstance(query_offset, Tensor) or query_offset % query_block:
-            raise ValueError(
-                f"query_offset is {query_offset}; a block of {query_block} queries begins at a multiple of that."
-            )
+    if query_block > 1 and cu_seqlens is not None:
+        raise ValueError(f"query_block is {query_block}; of packed documents each token chooses, so leave it out.")
     query, key, places, groups, as_given = _checked(
         query, key, "key", groups, block, k, causal, first, local, query_block, cu_seqlens, key_padding_mask,
         query_offset, None,
     )  # fmt: skip
+    if query_block > 1 and (isinstance(query_offset, Tensor) or places.offset % query_block):
+        raise ValueError(
+            f"query_offset is {query_offset}; a block of {query_block} queries begins at a multiple of that."
+        )
     if places.documents is not None:
         key = _taken(key, places.documents.tokens_of, places.documents.exists)
     chosen = ops.select_blocks(
@@ -164,6 +163,7 @@ def select_blocks_by_compression(
     Args:
         query: (B, H, T, D), as in `select_blocks`.
         compressed_key: (B, Hkv, C, D); number c is made of the keys from `c * stride` to before `c * stride + length`.
+            Those that reach beyond the last key are none.
         block: keys in a block that is chosen, a multiple of stride.
         k: how many blocks are chosen, with those of `first` and `local`.
         length, stride: of what a compressed key is made; length is a multiple of stride.
@@ -199,7 +199,9 @@ def select_blocks_by_compression(
         >>> ds_sparse.selected_attention(query, key, value, chosen, 64, causal=True).shape
         torch.Size([2, 8, 256, 32])
     """
-    length, stride = _checked_number("length", length, 1), _checked_number("stride", stride, 1)
+    check_inputs(query=query, compressed_key=compressed_key)
+    block, length = _checked_number("block", block, 1), _checked_number("length", length, 1)
+    stride = _checked_number("stride", stride, 1)
     if length % stride or block % stride:
         raise ValueError(
             f"stride is {stride}, length {length} and block {block}; both have to be multiples of the stride."
@@ -209,6 +211,7 @@ def select_blocks_by_compression(
     if keys is None:
         if isinstance(query_offset, Tensor):
             raise ValueError("query_offset is a tensor, and keys is not given; say how many keys there are.")
+        position_of(query_offset, 1, False)  # refuses what cannot be added
         keys = query.shape[-2 if query.dim() == 4 else 0] + query_offset
     query, compressed, places, groups, as_given = _checked(
         query, compressed_key, "compressed_key", groups, block, k, causal, first, local, 1, cu_seqlens,
@@ -275,7 +278,7 @@ def _checked(
     a result into the form that operands were given in. keys: S, where key has compressed ones, in whose groups heads
     choose by default."""
     check_inputs(**{"query": query, name: key, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask})
-    block, k = _checked_number("block", block, 1), _checked_number("k", k, 1)
+    k = _checked_number("k", k, 1)
     own = max(1, query_block // block)
     forced = _checked_number("first", first, 0) + _checked_number("local", local, 0)
     forced += (own - 1 if causal else local + own - 2) if local else 0
@@ -514,16 +517,18 @@ def select_by_compression(x: Any) -> Tensor:
         batch, heads, _, _ = x.query.shape
         key, count, of_block = x.compressed.contiguous(), x.compressed.shape[2], x.block // x.stride
         begins = torch.arange(count, device=key.device)
+        last_key = begins * x.stride + (x.length - 1)
+        whole = last_key < x.keys
 
         def scores_of(begin: int, end: int, columns: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
             most = count
             if x.causal and x.positions is None:
                 most = max(1, min(count, (x.offset + end - x.length) // x.stride + 1))
-            seen = torch.ones_like(first, dtype=torch.bool).expand(-1, -1, most)
+            seen = whole[:most].expand(*first.shape[:2], -1)
             if x.seen is not None:
                 seen = seen & x.seen[:, None, :most]
             if x.causal:
-                seen = seen & (begins[:most] * x.stride + (x.length - 1) <= last)
+                seen = seen & (last_key[:most] <= last)
             if x.ranges is not None:
                 low, high = (x.ranges[(first // x.block).squeeze(-1)] * of_block).split(1, -1)
                 seen = seen & (begins[:most] >= low) & (begins[:most] < high)

@@ -21,7 +21,7 @@ from ..ops._library import DTYPES, check_inputs
 from ..ops.call import AttentionCall
 from ..ops.operands import dropout_seed, dropout_seeded
 from ..ops.packed_operands import one_as_rows, rows_as_one
-from ..sparsity import SparsityConfig
+from ..sparsity import MobaSparsityConfig, SparsityConfig
 from ..tools.notices import say_notices
 from .deal import TOLERANCE, HeadDeal, deal_heads, received_of_heads
 from .exchange import Exchange, RanksOfSequence, heads_to_tokens, tokens_to_heads
@@ -250,7 +250,8 @@ class SequenceParallelAttention:
 
     def _deal_on(self, layout: MasterLayout | None, blocks: int, heads: int, key_heads: int, causal: bool) -> HeadDeal:
         live = [1] if layout is None else _live_blocks(crop(layout.layout, blocks, blocks), causal)
-        return deal_heads(live * heads if len(live) == 1 else live, key_heads, self._ranks.size)
+        live = live * heads if len(live) == 1 else live
+        return deal_heads(live, key_heads, self._ranks.size, whole=_chooses_by_group(self._attention))
 
     def _exchanges_of(self, deal: HeadDeal, lengths: tuple[int, ...]) -> tuple[Exchange, Exchange]:
         """Exchanges of query, key and value, and of the output."""
@@ -288,6 +289,11 @@ class SequenceParallelAttention:
         return mask if mask.shape[1] == sum(lengths) else self._ranks.all_tokens(mask, lengths)
 
     def _check_dropout(self, dropout_p: float) -> None:
+        if dropout_p and _chooses_by_group(self._attention):
+            raise ValueError(
+                f"dropout_p is {dropout_p} in a layer whose heads choose blocks by groups, and ranks drop pairs of "
+                "each head alone; set the attention dropout to 0, or chosen_by_group to false."
+            )
         if dropout_p and not isinstance(self._attention, StructuredAttention):
             raise ValueError(
                 f"dropout_p is {dropout_p} in a layer that is dense or has a window of the model's own, where ranks "
@@ -345,6 +351,14 @@ def computes_own_tokens(attention: object) -> bool:
     if isinstance(attention, StructuredAttention):
         return attention.implementation == "fused" and not attention.chooses
     return isinstance(attention, LocalAttention)
+
+
+def _chooses_by_group(attention: object) -> bool:
+    """Tells if heads that share a key head choose their blocks together, so that one rank has all of them."""
+    if not isinstance(attention, StructuredAttention):
+        return False
+    structure = attention.sparsity_config
+    return isinstance(structure, MobaSparsityConfig) and structure.chosen_by_group
 
 
 def _check_mask(mask: torch.Tensor | None, own: int, lengths: tuple[int, ...] | None) -> None:

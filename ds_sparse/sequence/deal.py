@@ -47,7 +47,7 @@ def received_of_heads(tokens: int, ranks: int, heads: int, key_heads: int) -> fl
     return tokens * (ranks - 1) / ranks**2 * 2 * (heads + max(key_heads, ranks))
 
 
-def deal_heads(live_blocks: Sequence[int], key_heads: int, ranks: int) -> HeadDeal:
+def deal_heads(live_blocks: Sequence[int], key_heads: int, ranks: int, whole: bool = False) -> HeadDeal:
     """Deals heads to ranks.
 
     Heads that cost the same are dealt in order. Where they differ, first each rank gets as many heads as the others;
@@ -59,9 +59,10 @@ def deal_heads(live_blocks: Sequence[int], key_heads: int, ranks: int) -> HeadDe
         live_blocks: of each query head.
         key_heads: their number divides that of query heads.
         ranks: at most as many as query heads.
+        whole: query heads that share a key head stay together in any case, as they choose blocks together.
 
     Raises:
-        ValueError: there are more ranks than query heads.
+        ValueError: there are more ranks than query heads, or, where these stay together, than key heads.
 
     Examples:
         >>> from ds_sparse.sequence.deal import deal_heads
@@ -70,6 +71,14 @@ def deal_heads(live_blocks: Sequence[int], key_heads: int, ranks: int) -> HeadDe
     """
     check_ranks(len(live_blocks), ranks)
     group, best = len(live_blocks) // key_heads, None
+    if whole:
+        if ranks > key_heads:
+            raise ValueError(
+                f"Heads that share a key head choose their blocks together, and {ranks} ranks are to share {key_heads} "
+                f"key head{'s' * (key_heads > 1)}; set sequence_parallel_size to {key_heads} or less, or "
+                "chosen_by_group to false."
+            )
+        return _deal(live_blocks, group, group, ranks)
     for together in range(group, 0, -1):
         if group % together or len(live_blocks) // together < ranks:
             continue

@@ -236,7 +236,10 @@ def test_the_state_dict_brings_a_module_back_without_the_loss():
         ({"index_heads": 3}, r"index_heads is 3; it has to be num_key_heads \(2\), num_heads \(4\) or 1"),
         ({"index_dim": 9}, "The indexer's heads have 9 numbers, and those of attention 8; give 1 to 8"),
         ({"block": 8}, "block is 8; it has to be one of 16, 32"),
-        ({"k": 0}, "k is 0, and first=0 and local=1 choose 1 blocks; give k=1 or more"),
+        ({"k": 0}, "k is 0; it has to be an integer of 1 or more"),
+        ({"k": "3"}, "k is '3'; it has to be an integer of 1 or more"),
+        ({"first": -1}, "first is -1; it has to be an integer of 0 or more"),
+        ({"first": 2, "k": 2}, "k is 2, and first=2 and local=1 choose 3 blocks; give k=3 or more"),
     ],
     ids=str,
 )

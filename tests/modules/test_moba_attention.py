@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -81,6 +82,21 @@ def test_padding_as_models_write_it_counts_in_no_mean(device: str):
         assert torch.equal(attention(query, key, value, key_padding_mask=mask), wanted)
 
 
+@pytest.mark.parametrize("side", [slice(0, 21), slice(70, 96)], ids=["left", "right"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("selection", ["token", "block"])
+def test_what_padding_holds_reaches_no_token(device: str, selection: Any, causal: bool, side: slice):
+    structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=2, selection=selection, causal=causal)
+    attention, given = StructuredAttention(structure, 96), [x.to(device) for x in operands(96)]
+    keep = torch.ones(2, 96, dtype=torch.bool, device=device)
+    keep[:, side] = False
+    wanted = attention(*given, key_padding_mask=keep)
+    for value in (100.0, math.nan):
+        spoilt = (x.masked_fill(~keep[:, None, :, None], value) for x in given)
+        found = attention(*spoilt, key_padding_mask=keep)
+        torch.testing.assert_close(found.transpose(1, 2)[keep], wanted.transpose(1, 2)[keep])
+
+
 def test_documents_choose_in_their_own(device: str):
     attention = StructuredAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2, causal=True), 128)
     query, key, value = (x.to(device) for x in operands(150, batch=1))
@@ -104,10 +120,11 @@ def test_cached_keys_are_chosen_as_all_others(device: str):
 @pytest.mark.parametrize(
     ("options", "selection", "sentence"),
     [
-        ({"rpe": torch.zeros(32, 32)}, "token", 'rpe: MobaSparsityConfig with selection "token" does not compute it'),
-        ({"dropout_p": 0.1}, "token", "dropout of attention .0.1.: "),
-        ({"query_offset": 4}, "block", 'query_offset: MobaSparsityConfig with selection "block"'),
-        ({"document_layout": "row", "cu_seqlens": torch.tensor([0, 32])}, "token", 'document_layout="row"'),
+        ({"rpe": torch.zeros(32, 32)}, "token", "rpe: MobaSparsityConfig .* take a structure with a layout"),
+        ({"dropout_p": 0.1}, "token", 'dropout of attention .0.1.: .* set it to 0, or take selection "block"'),
+        ({"query_offset": 4}, "block", 'query_offset, as of cached keys: .* take selection "token"'),
+        ({"cu_seqlens": torch.tensor([0, 32])}, "block", 'cu_seqlens of packed documents: .* take selection "token"'),
+        ({"document_layout": "row", "cu_seqlens": torch.tensor([0, 32])}, "token", "document_layout='row'"),
     ],
 )
 def test_what_is_not_computed_is_refused(options: dict[str, Any], selection: Any, sentence: str):
@@ -116,12 +133,29 @@ def test_what_is_not_computed_is_refused(options: dict[str, Any], selection: Any
         attention(*operands(32, batch=1), **options)
 
 
+def test_a_mask_that_learns_is_refused():
+    attention = StructuredAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), 32)
+    with pytest.raises(ValueError, match="key_padding_mask requires a gradient, and masks have none here"):
+        attention(*operands(32), key_padding_mask=torch.zeros(2, 32, requires_grad=True))
+
+
 def test_there_are_no_separate_operations():
     structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=2)
     with pytest.raises(ValueError, match='implementation is "separate", and MobaSparsityConfig chooses'):
         SparseSelfAttention(structure, implementation="separate")
     with pytest.raises(ValueError, match="MobaSparsityConfig chooses blocks in each call"):
         SparseSelfAttention(structure).get_ops(4, 128)
+
+
+def test_checkpoints_go_from_and_to_structures_with_a_layout():
+    """The layout of blocks that may be chosen is all but dense; another structure would compute on it."""
+    chooses = SparseSelfAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), max_seq_length=128)
+    fixed = SparseSelfAttention(ds_sparse.FixedSparsityConfig(4, block=32, num_local_blocks=2), max_seq_length=128)
+    of_fixed, of_chooses = fixed.master_layout.clone(), chooses.master_layout.clone()
+    fixed.load_state_dict(chooses.state_dict())
+    assert torch.equal(fixed.master_layout, of_fixed)
+    chooses.load_state_dict(fixed.state_dict())
+    assert torch.equal(chooses.master_layout, of_chooses) and chooses.max_seq_length == 128
 
 
 @pytest.mark.parametrize(

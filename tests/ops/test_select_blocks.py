@@ -122,6 +122,17 @@ def test_random_calls_by_compression(device: str, seed: int):
     hold_compressed(device, query, compressed, block, max(1, forced) + draw.choice([0, 1, 4]), **options)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_compressed_keys_that_reach_beyond_the_keys_are_none(device: str, tokens: int, causal: bool):
+    """More of them than whole ones, as of a row that was padded; a mask that keeps all says no other."""
+    query, compressed = operands(tokens, 12)
+    options: dict[str, Any] = {"length": 8, "stride": 4, "keys": 22, "causal": causal, "query_offset": 7}
+    chosen = hold_compressed(device, query, compressed, 8, 3, **options)
+    options["key_padding_mask"] = torch.ones(1, 22, dtype=torch.bool)
+    assert torch.equal(hold_compressed(device, query, compressed, 8, 3, **options), chosen)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("score", ["mean", "max"])
 def test_dtypes(device: str, score: str, dtype: torch.dtype):
@@ -432,6 +443,7 @@ REFUSED = {
     r"k is 2, and first=1 and local=2 choose 4 blocks": {"k": 2, "first": 1, "local": 2},
     "k is 0; it has to be an integer of 1 or more": {"k": 0},
     "block is True; it has to be an integer": {"block": True},
+    "block is '8'; it has to be an integer": {"block": "8"},
     r"local is -1; it has to be an integer of 0 or more": {"local": -1},
     r"groups is 3; it has to be a divisor of query's 4 heads": {"groups": 3},
     r"query_block is 12 and block 8; one has to be a multiple of the other": {"query_block": 12},
@@ -462,6 +474,8 @@ def test_operands_that_do_not_fit_are_refused():
         select_blocks(query, key[..., :4], 8, 2)
     with pytest.raises(ValueError, match=r"query has 4 heads and key 3; they have to be a multiple of key's"):
         select_blocks(query, torch.randn(2, 3, 40, 8), 8, 2)
+    with pytest.raises(TypeError, match="query_offset is None; it has to be an integer"):
+        select_blocks(query, key, 8, 2, query_block=8, query_offset=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"block is 24; of packed documents it has to be a power of two"):
         select_blocks(query[:1], key[:1], 24, 2, cu_seqlens=torch.tensor([0, 40]))
     with pytest.raises(ValueError, match=r"The documents of cu_seqlens end at 39, and query has 40"):
@@ -472,6 +486,12 @@ def test_compression_that_does_not_fit_is_refused():
     query, key = operands(40, 9)
     with pytest.raises(ValueError, match=r"stride is 3, length 8 and block 8; both have to be multiples of the stride"):
         select_blocks_by_compression(query, key, 8, 2, length=8, stride=3)
+    with pytest.raises(ValueError, match="block is None; it has to be an integer"):
+        select_blocks_by_compression(query, key, None, 2, length=8, stride=4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="query is a list; it has to be a tensor"):
+        select_blocks_by_compression([1], key, 8, 2, length=8, stride=4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="query_offset is None; it has to be an integer"):
+        select_blocks_by_compression(query, key, 8, 2, length=8, stride=4, query_offset=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cu_seqlens and compressed_cu_seqlens; give both, or neither"):
         select_blocks_by_compression(query[:1], key[:1], 8, 2, length=8, stride=4, cu_seqlens=torch.tensor([0, 40]))
     borders = {"cu_seqlens": torch.tensor([0, 40]), "compressed_cu_seqlens": torch.tensor([0, 9])}

@@ -56,3 +56,10 @@ def test_sequence_parallel_fewer_heads_than_ranks_are_refused_with_the_largest_n
     for key_heads in (4, 2, 1):  # of which ranks may get copies
         with pytest.raises(ValueError, match="Attention has 4 heads, and 8 ranks.* at most 4 ranks .*to 4 or less"):
             deal_heads([1] * 4, key_heads, ranks=8)
+
+
+def test_sequence_parallel_heads_that_choose_together_stay_together():
+    assert {len(heads) for heads in deal_heads([1] * 6, key_heads=3, ranks=2).queries} == {3}
+    assert deal_heads([1] * 6, key_heads=3, ranks=2, whole=True).queries == ((0, 1, 4, 5), (2, 3))
+    with pytest.raises(ValueError, match="4 ranks are to share 2 key heads; set sequence_parallel_size to 2 or less"):
+        deal_heads([1] * 8, key_heads=2, ranks=4, whole=True)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sparse
 from ds_sparse import reference
+from ds_sparse.modules.structured_attention import StructuredAttention
 from ds_sparse.ops import operands
 from ds_sparse.ops.packed_operands import one_as_rows, rows_as_one
 
@@ -82,6 +83,23 @@ def causal_with_grouped_heads():
 @case
 def fewer_key_heads_than_ranks():
     compare(bigbird(4), key_heads=1, with_mask=True)
+
+
+@case
+def heads_that_choose_blocks_together_stay_together():
+    ranks = distributed.get_world_size()
+    for selection, key_heads in (("token", ranks), ("block", ranks), ("token", ranks + 1)):
+        heads = 2 * key_heads
+        structure = ds_sparse.MobaSparsityConfig(
+            heads, block=16, num_chosen_blocks=3, selection=selection, chosen_by_group=True, causal=True
+        )
+        attention = ds_sparse.SequenceParallelAttention(structure, 176)
+        of_one, operands = StructuredAttention(structure, 176), operands_of(heads, key_heads, TOKENS)
+        cases.compare(of_one, attention, own_part(), operands, with_mask=True)
+    x = torch.ones(1, heads, 40, 8, device=DEVICE)
+    said = refusal(lambda: attention(x, x[:, :1], x[:, :1]))
+    assert f"{ranks} ranks are to share 1 key head;" in said, said
+    assert "heads choose blocks by groups" in refusal(lambda: attention(x, x, x, dropout_p=0.5))
 
 
 @case
