@@ -78,7 +78,8 @@ def select_blocks(
         local: of blocks around a query so many are chosen whatever they score: its own and `local - 1` before it, and
             as many after it if not `causal`. A block of queries has a block of its own for each that it lies in.
         query_block: queries that choose together. Their mean is the query, or the largest of their scores the score. A
-            multiple of block, or a divisor of it.
+            multiple of block, or a divisor of it. What causal queries choose depends on those of their block that are
+            ahead of them: a decoder that is trained so learns from tokens that it has not when it generates.
         cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one
             row of packed documents, (T, H, D), or (1, H, T, D). Blocks are those of a query's document, and count from
             its start; their size is a power of two, 8 or more. No key_padding_mask, query_offset or query_block. On a
