@@ -116,6 +116,8 @@ def chosen_attention(
     if by_blocks:
         rows = {"query_offset, as of cached keys": query_offset, "cu_seqlens of packed documents": cu_seqlens}
         refused += [(name, 'take selection "token"') for name, x in rows.items() if x is not None]
+        if causal:
+            refused.append(("a causal layer, whose tokens would choose by those after them", 'take selection "token"'))
     elif dropout_p:
         or_blocks = ', or take selection "block"' if isinstance(structure, MobaSparsityConfig) else ""
         refused.append((f"dropout of attention ({dropout_p})", f"set it to 0{or_blocks}"))
@@ -128,11 +130,16 @@ def chosen_attention(
     if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
         check_bias("key_padding_mask", key_padding_mask, query, (query.shape[0], key.shape[2]), (2,))
         key_padding_mask = key_padding_mask.detach() > PADDING_BELOW
-    how: dict[str, Any] = {"causal": causal, "key_padding_mask": key_padding_mask}
     if by_blocks:
-        return _of_query_blocks(structure, query, key, value, dropout_p, scale=scale, sinks=sinks, **how)
-    how["query_offset"] = 0 if query_offset is None else query_offset
-    how["cu_seqlens"] = cu_seqlens
+        return _of_query_blocks(
+            structure, query, key, value, key_padding_mask, dropout_p=dropout_p, scale=scale, sinks=sinks
+        )
+    how: dict[str, Any] = {
+        "causal": causal,
+        "key_padding_mask": key_padding_mask,
+        "query_offset": 0 if query_offset is None else query_offset,
+        "cu_seqlens": cu_seqlens,
+    }
     if not structure.adds_parameters:
         chosen = _by_means(structure, query, key, **how)
         return selected_attention(query, key, value, chosen, structure.block, scale=scale, sinks=sinks, **how)
@@ -145,16 +152,14 @@ def chosen_attention(
 
 
 def _of_query_blocks(
-    structure: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, *, causal: bool, **more: Any
+    structure: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, **more: Any
 ) -> Tensor:
-    padding, asking = more["key_padding_mask"], query.detach()
+    asking = query.detach()
     if padding is not None:  # queries of padding would count in the mean of their block
         asking = asking.masked_fill(~padding[:, None, :, None], 0)
-    chosen = _by_means(structure, asking, key, query_block=structure.block, causal=causal, key_padding_mask=padding)
+    chosen = _by_means(structure, asking, key, query_block=structure.block, key_padding_mask=padding)
     index = BlockIndex.from_blocks(chosen, structure.block)
-    return block_sparse_attention(
-        query, key, value, index.causal() if causal else index, causal=causal, dropout_p=dropout_p, **more
-    )
+    return block_sparse_attention(query, key, value, index, key_padding_mask=padding, **more)
 
 
 def _by_means(structure: Any, query: Tensor, key: Tensor, **how: Any) -> Tensor:

@@ -88,7 +88,10 @@ class IndexerAttention(nn.Module):
                 f"index_heads is {index_heads}; it has to be num_key_heads ({num_key_heads}), num_heads "
                 f"({num_heads}) or 1."
             )
-        _check_index_dim(index_dim or 1, head_dim)
+        _check_index_dim(1 if index_dim is None else index_dim, head_dim)
+        is_number = isinstance(loss_weight, int | float) and not isinstance(loss_weight, bool)
+        if loss_weight is not None and not (is_number and 0 < loss_weight < float("inf")):
+            raise ValueError(f"loss_weight is {loss_weight!r}; it has to be a number above 0, or None.")
         self.num_heads, self.num_key_heads, self.head_dim = num_heads, num_key_heads, head_dim
         self.index_heads, self.index_dim = index_heads, index_dim
         self.block, self.k, self.first, self.local, self.loss_weight = block, k, first, local, loss_weight
@@ -161,7 +164,7 @@ class IndexerAttention(nn.Module):
         at_start = not isinstance(query_offset, Tensor) and query_offset == 0
         if self.training and torch.is_grad_enabled() and at_start:
             loss = indexer_loss(query, key, index_query, index_key, chosen, self.block, scale=scale, **more)
-            if self.loss_weight:
+            if self.loss_weight is not None:
                 output = _WithLoss.apply(output, loss, float(self.loss_weight))
                 # In place, as graphs that compute activations again let no module keep another tensor.
                 self.loss.copy_(loss.detach())
@@ -178,6 +181,11 @@ class IndexerAttention(nn.Module):
             x.detach().unflatten(1, (self.index_heads, -1)).transpose(2, 3).flatten(3) for x in (query, key)
         )
         return of_query @ self.query_weight, of_key @ self.key_weight
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have the loss without its graph, which none can have."""
+        state = super().__getstate__()
+        return state | {"_buffers": self._buffers | {"loss": self.loss.detach()}}
 
     def extra_repr(self) -> str:
         return (

@@ -16,6 +16,12 @@ def _squares_fit(selection: str, block: int) -> str | None:
     return f"block is {block}, and blocks of queries that choose together have {BLOCK_SIZES[-1]} or fewer."
 
 
+def _none_ahead(selection: str, causal: bool) -> str | None:
+    if selection == "token" or not causal:
+        return None
+    return 'selection is "block" and causal true: what a token sees would depend on the tokens after it; take "token".'
+
+
 @register_sparsity("moba")
 @declared
 class MobaSparsityConfig(ChosenSparsityConfig):
@@ -39,7 +45,8 @@ class MobaSparsityConfig(ChosenSparsityConfig):
 
     selection: Literal["token", "block"] = Field(
         default="token",
-        description="Who chooses: each token, or a block of queries together, by their mean, which costs less.",
+        description="Who chooses: each token; or a block of queries together, by their mean, which costs less, and is "
+        "for encoders: of causal queries it would tell of those ahead.",
     )
     chosen_by_group: bool = Field(
         default=False,
@@ -47,4 +54,4 @@ class MobaSparsityConfig(ChosenSparsityConfig):
         "less; else each head for itself.",
     )
 
-    rules = (*ChosenSparsityConfig.rules, _squares_fit)
+    rules = (*ChosenSparsityConfig.rules, _squares_fit, _none_ahead)

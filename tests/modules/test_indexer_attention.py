@@ -260,3 +260,18 @@ def test_calls_that_do_not_fit():
     wide = {name: torch.cat([x, x], -1) for name, x in index.items()}
     with pytest.raises(ValueError, match="The indexer's heads have 10 numbers, and those of attention 8"):
         made(query, key, value, **wide)
+
+
+def test_a_copy_after_a_step_has_the_loss_without_its_graph():
+    """Whose loss has a gradient, as without loss_weight."""
+    attention = IndexerAttention(4, 2, 16, index_dim=8, block=16, k=2, loss_weight=None)
+    attention(*(torch.randn(1, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2)))
+    assert attention.loss.requires_grad
+    copied = copy.deepcopy(attention)
+    assert torch.equal(copied.loss, attention.loss) and not copied.loss.requires_grad
+
+
+@pytest.mark.parametrize("given", [{"index_dim": 0}, {"loss_weight": 0.0}, {"loss_weight": "1"}])
+def test_numbers_that_do_not_fit_have_a_sentence(given):
+    with pytest.raises(ValueError, match="; (it has to be a number above 0|give 1 to 16)"):
+        IndexerAttention(4, 2, 16, **given)

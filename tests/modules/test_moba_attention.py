@@ -53,17 +53,12 @@ def test_tokens_choose(device: str, causal: bool, by_group: bool):
         torch.testing.assert_close(ours.cpu().double(), right, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_blocks_of_queries_choose(device: str, causal: bool):
-    structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=3, selection="block", causal=causal)
+def test_blocks_of_queries_choose(device: str):
+    structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=3, selection="block")
     query, key, value = operands(120)
-    chosen = reference.select_blocks(
-        query.double(), key.double(), 16, 3, causal=causal, local=1, query_block=16
-    )  # (2, 4, 8, 3)
+    chosen = reference.select_blocks(query.double(), key.double(), 16, 3, local=1, query_block=16)  # (2, 4, 8, 3)
     live = (chosen.unsqueeze(-1) == torch.arange(8)).any(3)
     seen = live.repeat_interleave(16, 2).repeat_interleave(16, 3)[..., :120, :120]
-    if causal:
-        seen = seen.tril()
     everything = torch.ones(1, 8, 8, dtype=torch.bool)
     wanted = reference.attention(*(x.double() for x in (query, key, value)), everything, 16, attn_mask=seen)
     found = StructuredAttention(structure, 128)(*(x.to(device) for x in (query, key, value)))
@@ -83,8 +78,7 @@ def test_padding_as_models_write_it_counts_in_no_mean(device: str):
 
 
 @pytest.mark.parametrize("side", [slice(0, 21), slice(70, 96)], ids=["left", "right"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("selection", ["token", "block"])
+@pytest.mark.parametrize(("selection", "causal"), [("token", False), ("token", True), ("block", False)])
 def test_what_padding_holds_reaches_no_token(device: str, selection: Any, causal: bool, side: slice):
     structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=2, selection=selection, causal=causal)
     attention, given = StructuredAttention(structure, 96), [x.to(device) for x in operands(96)]
@@ -123,6 +117,7 @@ def test_cached_keys_are_chosen_as_all_others(device: str):
         ({"rpe": torch.zeros(32, 32)}, "token", "rpe: MobaSparsityConfig .* take a structure with a layout"),
         ({"dropout_p": 0.1}, "token", 'dropout of attention .0.1.: .* set it to 0, or take selection "block"'),
         ({"query_offset": 4}, "block", 'query_offset, as of cached keys: .* take selection "token"'),
+        ({"causal": True}, "block", 'a causal layer, whose tokens would choose .* take selection "token"'),
         ({"cu_seqlens": torch.tensor([0, 32])}, "block", 'cu_seqlens of packed documents: .* take selection "token"'),
         ({"document_layout": "row", "cu_seqlens": torch.tensor([0, 32])}, "token", "document_layout='row'"),
     ],
@@ -166,6 +161,7 @@ def test_checkpoints_go_from_and_to_structures_with_a_layout():
         ({"num_chosen_blocks": 2, "num_sliding_window_blocks": 3}, "take 3 blocks"),
         ({"block": 512, "selection": "block"}, "block is 512, and blocks of queries that choose together have 128"),
         ({"strict_causal": True}, "strict_causal cuts layouts"),
+        ({"selection": "block", "causal": True}, 'selection is "block" and causal true'),
     ],
 )
 def test_fields_that_do_not_fit(fields: dict[str, Any], sentence: str):
@@ -207,7 +203,7 @@ def test_a_decoder_generates_as_it_trains(compiled: bool):
 
 
 def test_a_structure_goes_through_its_block():
-    block = {"mode": "moba", "block": 32, "num_chosen_blocks": 3, "selection": "block", "causal": True}
+    block = {"mode": "moba", "block": 32, "num_chosen_blocks": 3, "selection": "block"}
     structure = ds_sparse.parse_sparse_attention(block, num_heads=4)
     assert isinstance(structure, MobaSparsityConfig)
-    assert (structure.block, structure.selection, structure.causal) == (32, "block", True)
+    assert (structure.block, structure.selection) == (32, "block")

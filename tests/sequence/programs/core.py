@@ -91,7 +91,7 @@ def heads_that_choose_blocks_together_stay_together():
     for selection, key_heads in (("token", ranks), ("block", ranks), ("token", ranks + 1)):
         heads = 2 * key_heads
         structure = ds_sparse.MobaSparsityConfig(
-            heads, block=16, num_chosen_blocks=3, selection=selection, chosen_by_group=True, causal=True
+            heads, block=16, num_chosen_blocks=3, selection=selection, chosen_by_group=True, causal=selection == "token"
         )
         attention = ds_sparse.SequenceParallelAttention(structure, 176)
         of_one, operands = StructuredAttention(structure, 176), operands_of(heads, key_heads, TOKENS)
