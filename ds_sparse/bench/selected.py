@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..index.selection import Selection
 from ..index.tiles import SIDES
-from ..ops import selected_attention
+from ..ops import select_blocks, selected_attention
 from ..ops.selected import chosen_by, heads_together
 from .cases import in_k
 from .command import add_cases, add_peers, cases_of
@@ -30,9 +30,9 @@ from .run import Medians, Operation
 from .runs import Result, Row
 from .text import Column, lacking, milliseconds_in, number, share, table
 
-OURS, INDEX = "ds_sparse", "index"
+OURS, INDEX, CHOOSING = "ds_sparse", "index", "select_blocks"
 
-ALWAYS = (OURS, INDEX)
+ALWAYS = (OURS, INDEX, CHOOSING)
 """What every run measures."""
 
 DEFAULTS = {"cpu": ["sdpa", "sdpa-mask"], "cuda": ["cudnn", "flash"]}
@@ -51,14 +51,15 @@ FLOPS = {FORWARD: 4, BACKWARD: 10, TRAIN: 14}
 """FLOPs of a live pair of tokens and one number of a head."""
 
 DESCRIPTION = (
-    "Attention of tokens that choose their blocks of keys: ours as users call it, from the numbers of the blocks, "
-    "beside dense attention. Outputs and gradients are verified against float64, then all are timed in turns. 'index' "
-    "is the part of our forward pass before its kernel; the backward pass makes it again, of keys too. TFLOP/s count "
-    "chosen pairs of tokens alone, of dense peers too; 'x ours' is the ratio to ds_sparse's time. A token's own block "
-    "is always among its blocks. 'random' draws the others anew for each token; 'shared' keeps those of the token "
-    f"before and replaces {REPLACED['shared']} on average. A peer that does not take a case is named with the reason. "
-    "On a CPU the cases are cut to four heads, 2,048 tokens and a quarter of the blocks at most, which their names "
-    "say (-2k)."
+    "Attention of tokens that choose their blocks of keys: ours as users call it, from the numbers of the blocks,"
+    " beside dense attention. Outputs and gradients are verified against float64, then all are timed in turns. "
+    "'index' is the part of our forward pass before its kernel; the backward pass makes it again, of keys too. "
+    "'select_blocks' is the choosing of as many blocks by means of keys, of each group together, which is in no "
+    "other line. TFLOP/s count chosen pairs of tokens alone, of dense peers too; 'x ours' is the ratio to "
+    "ds_sparse's time. A token's own block is always among its blocks. 'random' draws the others anew for each "
+    f"token; 'shared' keeps those of the token before and replaces {REPLACED['shared']} on average. A peer that "
+    "does not take a case is named with the reason. On a CPU the cases are cut to four heads, 2,048 tokens and a "
+    "quarter of the blocks at most, which their names say (-2k)."
 )
 
 
@@ -203,11 +204,17 @@ class Problem(AttentionProblem):
         return About(pairs, pairs / (case.heads * case.seq_len**2), together)
 
     def verify(self, name: str, peer: Peer) -> None:
-        """As of `AttentionProblem`; of the index, that its bits are the chosen blocks."""
+        """As of `AttentionProblem`; of the index, that its bits are the chosen blocks; of a choice, that it is one."""
         if name == INDEX:
             bits = peer.call()[..., None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
             if not torch.equal(bits.flatten(2)[..., : self.columns].bool(), self.chosen):
                 raise ArithmeticError("it holds other blocks")
+        elif name == CHOOSING:
+            ordered, own = peer.call().sort(-1).values, torch.arange(self.case.seq_len, device=self.device)
+            twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+            with_own = (ordered == (own // self.case.block)[:, None]).any(-1)
+            if twice.any() or not with_own.all() or (ordered >= self.columns).any():
+                raise ArithmeticError("it names a block twice or beyond the keys, or not each token's own")
         else:
             super().verify(name, peer)
 
@@ -227,6 +234,16 @@ def index(problem: Problem) -> Peer:
         selection = Selection.of_blocks(problem.block_indices, case.block, problem.columns)
         _, _, selection = chosen_by(selection, query, SIDES[:1])
         return selection.bits
+
+    return Peer(call, inputs=(), no_backward="forward only: it has no gradient")
+
+
+def choosing(problem: Problem) -> Peer:
+    """Chooses blocks as MoBA does, a token's own among them, but heads of a group together. It gives their numbers."""
+    case, (query, key, _) = problem.case, problem.inputs
+
+    def call() -> Tensor:
+        return select_blocks(query, key, case.block, case.top, groups=case.groups, causal=case.causal, local=1)
 
     return Peer(call, inputs=(), no_backward="forward only: it has no gradient")
 
@@ -267,8 +284,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def numbers_of(problem: Problem, peer: Peer | None, row: Row, medians: Medians) -> dict[str, Any]:
-    """The rate on live pairs; the index computes none."""
-    if row.milliseconds is None or row.name == INDEX:
+    """The rate on live pairs; the index and the choice compute none."""
+    if row.milliseconds is None or row.name in (INDEX, CHOOSING):
         return {}
     flops = FLOPS[row.direction] * problem.case.head_dim * problem.about.pairs
     return {"tflops": flops / row.milliseconds / 1e9}
@@ -326,6 +343,8 @@ def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
         "index, of the forward": lambda r: pair(numbers(r, INDEX, (FORWARD,), "to_ours"), percent),
     }
     measured = [name for result in results for name in result.measured]
+    if CHOOSING in measured:
+        shown = {**shown, "choosing, ms": in_ms(CHOOSING, (FORWARD,))}
     others = {name: f"`{name}`" for name in measured if name not in ALWAYS}
     return {"cases": beside(shown, results, OURS, others, ways)}
 
@@ -343,6 +362,7 @@ OPERATION = Operation(
     peers={
         OURS: ours,
         INDEX: index,
+        CHOOSING: choosing,
         "sdpa": sdpa_by(None),
         "sdpa-mask": sdpa_mask,
         "cudnn": sdpa_by(SDPBackend.CUDNN_ATTENTION),

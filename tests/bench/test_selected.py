@@ -5,7 +5,7 @@ import torch
 
 from ds_sparse.bench import selected
 from ds_sparse.bench.machine import BACKWARD, DIRECTIONS, FORWARD
-from ds_sparse.bench.selected import INDEX, OPERATION, OURS, Case
+from ds_sparse.bench.selected import CHOOSING, INDEX, OPERATION, OURS, Case
 
 CPU = torch.device("cpu")
 CASES = [
@@ -64,13 +64,14 @@ def test_live_pairs_are_those_of_the_mask(case):
 
 @of_each
 def test_all_are_verified_and_rates_count_live_pairs(case, measure):
-    result = measure(OPERATION, case, [OURS, INDEX, "sdpa", "sdpa-mask"])
-    assert result.measured == [OURS, INDEX, "sdpa", "sdpa-mask"]
+    result = measure(OPERATION, case, [OURS, INDEX, CHOOSING, "sdpa", "sdpa-mask"])
+    assert result.measured == [OURS, INDEX, CHOOSING, "sdpa", "sdpa-mask"]
     made = result.row(INDEX, FORWARD)
     assert made.tflops is None and made.to_ours == pytest.approx(
         made.milliseconds / result.row(OURS, FORWARD).milliseconds
     )
-    assert result.row(INDEX, BACKWARD) is None
+    assert result.row(INDEX, BACKWARD) is None and result.row(CHOOSING, BACKWARD) is None
+    assert result.row(CHOOSING, FORWARD).tflops is None
     for way, flops in zip(DIRECTIONS, (4, 10, 14), strict=True):
         for row in (result.row(name, way) for name in (OURS, "sdpa")):
             assert row.tflops == pytest.approx(flops * case.head_dim * result.about.pairs / row.milliseconds / 1e9)
