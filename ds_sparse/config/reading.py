@@ -353,6 +353,7 @@ def describe(schema: Mapping[str, Any]) -> str | None:
             return "a string"
         case "integer" | "number" as kind:
             least = f" of at least {schema['minimum']}" if "minimum" in schema else ""
+            least = f" above {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else least
             most = f" of at most {schema['maximum']}" if "maximum" in schema else ""
             return f"{'an integer' if kind == 'integer' else 'a number'}{least}{' and' if least and most else ''}{most}"
         case "array":

@@ -207,3 +207,14 @@ def test_a_structure_goes_through_its_block():
     structure = ds_sparse.parse_sparse_attention(block, num_heads=4)
     assert isinstance(structure, MobaSparsityConfig)
     assert (structure.block, structure.selection) == (32, "block")
+
+
+def test_a_causal_model_refuses_blocks_of_queries_at_the_door():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match='LlamaAttention. is causal, and blocks of queries .* take selection "token"'):
+        sparsify(model, {"mode": "moba", "selection": "block"})
+    assert model.config._attn_implementation != "ds_sparse"

@@ -22,7 +22,7 @@ from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
-from ...sparsity import SparsityConfig, adds_parameters
+from ...sparsity import MobaSparsityConfig, SparsityConfig, adds_parameters
 from ...sparsity.declarations import declared_value
 from ...sparsity.draws import Draws, draws, why_unrepeatable
 from ...tools.wording import show
@@ -170,7 +170,7 @@ def attention_of_each(
 
     Raises:
         ValueError: a structure has no layout of that length; `layers` of the block name a layer that there is not, or
-            layers alone that take no structure.
+            layers alone that take no structure; blocks of queries would choose in a causal layer.
     """
     if structures is None:
         return {name: own_attention_of(layer) or dense_attention for name, layer in layers.items()}
@@ -179,6 +179,12 @@ def attention_of_each(
     attentions: dict[str, Attention] = {}
     for number, (name, layer) in enumerate(layers.items()):
         own, structure = own_attention_of(layer), structures.of(number)
+        of_blocks = isinstance(structure, MobaSparsityConfig) and structure.selection == "block"
+        if own is None and of_blocks and is_causal(layer):
+            raise ValueError(
+                f"{named({name: layer})} is causal, and blocks of queries that choose together would tell of those "
+                'ahead; take selection "token".'
+            )
         if own is None and structure is not None and id(structure) not in made:
             block = structures.block_of(number) if shared else None
             made[id(structure)] = _attention_on(structure, block, length)
