@@ -123,8 +123,8 @@ def chosen_attention(
         refused.append((f"dropout of attention ({dropout_p})", f"set it to 0{or_blocks}"))
     if structure.adds_parameters and sinks is not None:
         refused.append(("sinks", other))
-    for what, instead in refused:
-        who = type(structure).__name__
+    if refused:
+        (what, instead), who = refused[0], type(structure).__name__
         who += f' with selection "{structure.selection}"' if isinstance(structure, MobaSparsityConfig) else ""
         raise ValueError(f"{what}: {who} does not compute it; {instead}.")
     if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:

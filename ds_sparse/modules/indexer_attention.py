@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 
 from ..ops import select_blocks, selected_attention
 from ..ops._autograd import Function
-from ..ops.operands import wide_dtype
-from .operand_checks import check_operands, check_sizes, kept
+from ..ops.operands import kept, wide_dtype
+from .operand_checks import check_operands, check_sizes
 
 
 class IndexerAttention(nn.Module):

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import select_blocks_by_compression, selected_attention, window_attention
+from ..ops.operands import kept
 from ..ops.packed_attention import goes_by_places
 from .compressed_attention import Compression, StridesOfDocuments, compressed_attention, windows_of
-from .operand_checks import check_operands, check_sizes, kept
+from .operand_checks import check_operands, check_sizes
 
 
 class NativeSparseAttention(nn.Module):

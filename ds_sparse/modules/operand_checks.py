@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..ops import check_inputs
@@ -38,8 +37,3 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor, heads: int, key_he
             f"was built for query (batch, {heads}, tokens, {head_dim}), key and value (batch, {key_heads}, tokens, "
             f"{head_dim})."
         )
-
-
-def kept(key_padding_mask: Tensor) -> Tensor:
-    """Which keys are no padding, bool (B or 1, S)."""
-    return key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask != float("-inf")

@@ -15,7 +15,7 @@ from ..index.packed import check_form, sent_to
 from ..index.selection import AlignedDocuments
 from ..index.transforms import outside_transforms_or_traced
 from ._library import check_alike, check_inputs, check_scale, under_autocast
-from .operands import check_bias, wide_dtype
+from .operands import check_bias, kept, wide_dtype
 from .packed_attention import goes_by_places
 from .packed_operands import check_row, row_of
 from .query_offset import position_of
@@ -320,8 +320,7 @@ def _checked(
     keep = None
     if key_padding_mask is not None:
         check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
-        keep = key_padding_mask.detach().expand(-1, keys)
-        keep = keep if keep.dtype == torch.bool else keep != float("-inf")
+        keep = kept(key_padding_mask.detach().expand(-1, keys))
     offset, _ = position_of(query_offset, batch, False)
     if isinstance(offset, Tensor):
         positions = offset.to(query.device, non_blocking=query.is_cuda).long().unsqueeze(1)

@@ -237,6 +237,11 @@ def raised(x: torch.Tensor) -> torch.Tensor:
     return torch.where((x < LOWEST_BIAS) & (x != float("-inf")), lowest, x)
 
 
+def kept(key_padding_mask: torch.Tensor) -> torch.Tensor:
+    """Which keys are no padding, bool (B or 1, S)."""
+    return key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask != float("-inf")
+
+
 def matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
     """rpe or attn_mask as kernels take it, (B or 1, H or 1, T or 1, S) in a dtype of theirs, nothing repeated."""
     if x.dtype not in (torch.bool, dtype, wide_dtype(dtype)):
