@@ -25,7 +25,10 @@ MOST_SCORES = 2**24
 """Scores that are held at a time, unless those of one query, or block of queries, are more."""
 
 MOST_CHOSEN = 4096
-"""Blocks that the kernel chooses for a row; more are chosen by PyTorch's topk."""
+"""Blocks that the GPU's kernel chooses for a row; more are chosen by PyTorch's topk."""
+
+MOST_KEYS = 2**31 - 2**10
+"""Of whole blocks, that the GPU's kernels count in 32 bits."""
 
 SCORES = ("mean", "max")
 
@@ -427,8 +430,8 @@ class Chooser:
         return first, (first + (self.query_block - 1)).clamp(max=x.offset + end - 1)
 
     def _is_for_kernel(self, scores: Tensor) -> bool:
-        keys = self.columns * self.x.block
-        return scores.is_cuda and scores.dtype == torch.float32 and self.x.k <= MOST_CHOSEN and keys < 2**31 - 1
+        fits = self.x.k <= MOST_CHOSEN and self.columns * self.x.block < MOST_KEYS
+        return scores.is_cuda and scores.dtype == torch.float32 and fits
 
     def _best_on_gpu(self, scores: Tensor, counts: Tensor | None, begin: int, end: int) -> Tensor:
         x, positions = self.x, None if self.x.positions is None else self.x.positions[:, begin:end]
@@ -478,7 +481,7 @@ def select(x: Any) -> Tensor:
 
 
 def _by_means(x: Any) -> Tensor:
-    (batch, heads, _, depth), (_, key_heads, keys, _) = x.query.shape, x.key.shape
+    batch, key_heads, keys, depth = x.key.shape
     wide, block, key, size = wide_dtype(x.query.dtype), x.block, x.key, x.keep
     if size is not None:
         key = key.masked_fill(~size[:, None, :, None], 0)
@@ -507,7 +510,18 @@ def _by_means(x: Any) -> Tensor:
 
 def _by_maxima(x: Any) -> Tensor:
     batch, heads, _, _ = x.query.shape
-    key, block, chooser = x.key.contiguous(), x.block, Chooser(x, x.key.shape[2], x.query_block)
+    block, chooser = x.block, Chooser(x, x.key.shape[2], x.query_block)
+    if _takes_maxima(x, chooser):
+        require_kernel("block_maxima", x.query.device)
+        query, key, keep = _readable(x.query), _readable(x.key), None if x.keep is None else x.keep.contiguous()
+
+        def maxima_of(begin: int, end: int, columns: int) -> tuple[Tensor, None]:
+            of_keys = keep, None if x.positions is None else x.positions[:, begin:end], x.ranges, x.offset + begin
+            maxima = ops.block_maxima(query[:, :, begin:end], key, *of_keys, columns, block, x.causal)
+            return _of_rows(maxima, x), None
+
+        return chooser.run(maxima_of, batch * heads * chooser.columns)
+    key = x.key.contiguous()
     position = torch.arange(chooser.keys, device=key.device)
     hidden = None if x.keep is None else ~x.keep[:, None, None]
 
@@ -522,12 +536,31 @@ def _by_maxima(x: Any) -> Tensor:
             at = x.positions[:, begin:end, None] if x.positions is not None else _column(begin, end, x)
             scores[..., ahead:].masked_fill_((position[ahead:keys] > at).unsqueeze(1), float("-inf"))
         scores = pad(scores, (0, -keys % block), value=float("-inf")).unflatten(-1, (-1, block)).amax(-1)
-        if x.query_block > 1:
-            scores = pad(scores, (0, 0, 0, -(end - begin) % x.query_block), value=float("-inf"))
-            scores = scores.unflatten(2, (-1, x.query_block)).amax(3)
-        return _of_groups(scores, x.groups), None
+        return _of_rows(scores, x), None
 
     return chooser.run(scores_of, batch * heads * chooser.keys)
+
+
+def _takes_maxima(x: Any, chooser: Chooser) -> bool:
+    """Tells if the kernel takes these operands; others' products are PyTorch's."""
+    depth, is_half = x.query.shape[3], x.query.dtype in (torch.float16, torch.bfloat16)
+    fits = depth % 8 == 0 and depth <= 256 and x.block % 8 == 0 and chooser.columns * x.block < MOST_KEYS
+    return x.query.is_cuda and is_half and fits
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x (B, H, T, D), or a copy where not each token begins at a multiple of 16 bytes, its numbers adjacent."""
+    apart = [x.stride(dim) for dim in range(3) if x.shape[dim] > 1]
+    aligned = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in apart)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _of_rows(scores: Tensor, x: Any) -> Tensor:
+    """Maxima (B, H, queries, columns) of queries as scores of rows of groups."""
+    if x.query_block > 1:
+        scores = pad(scores, (0, 0, 0, -scores.shape[2] % x.query_block), value=float("-inf"))
+        scores = scores.unflatten(2, (-1, x.query_block)).amax(3)
+    return _of_groups(scores, x.groups)
 
 
 def _column(begin: int, end: int, x: Any) -> Tensor:

@@ -22,7 +22,7 @@ namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr uint32_t kForced = 0xffffffffu;
-constexpr int64_t kMostChosen = 4096;      // whose sorted list fits in shared memory
+constexpr int64_t kMostChosen = 4096;         // whose sorted list fits in shared memory
 constexpr int kLastPosition = INT32_MAX - 1;  // beyond all keys
 
 struct Choice {
@@ -50,10 +50,10 @@ struct Row {
   const float* sizes;
   const bool* counts;
   const int64_t* first_key;
-  int begin, end;               // columns that there may be
-  int forced_end;               // those before it are forced, and
-  int local_begin, local_end;   // these
-  int whole_end;                // those from here on count in no score
+  int begin, end;              // columns that there may be
+  int forced_end;              // those before it are forced, and
+  int local_begin, local_end;  // these
+  int whole_end;               // from here on none counts
   int last_key;
   float queries;
 
@@ -283,7 +283,8 @@ __global__ void __launch_bounds__(kWarps * 32) choose_kernel(const __grid_consta
   }
 }
 
-void check_numbers(const std::optional<Tensor>& x, int64_t dims, ScalarType type, const Tensor& scores, const char* name) {
+void check_numbers(
+    const std::optional<Tensor>& x, int64_t dims, ScalarType type, const Tensor& scores, const char* name) {
   if (!x) {
     return;
   }
@@ -291,8 +292,7 @@ void check_numbers(const std::optional<Tensor>& x, int64_t dims, ScalarType type
   check(x->scalar_type() == type, name, " has another dtype than it has to have.");
   check(x->device() == scores.device(), name, " has to be on the device of the scores.");
   check(x->size(0) == 1 || x->size(0) == scores.size(0), name, " has to be of one sequence, or of all.");
-  check(
-      x->stride(dims - 1) == 1 || x->size(dims - 1) <= 1, name, " has to have the numbers of a sequence adjacent.");
+  check(x->stride(dims - 1) == 1 || x->size(dims - 1) <= 1, name, " has to have the numbers of a sequence adjacent.");
 }
 
 // Of x, whose sequences may be one for all.
@@ -338,7 +338,9 @@ Tensor choose_blocks(
   const int64_t rows = scores.size(2), columns = scores.size(3);
   const int64_t lines = product({scores.size(0), scores.size(1), rows});
   check(lines <= INT32_MAX, "scores has ", lines, " rows; there may be up to 2^31 - 1.");
-  check(columns >= 1 && block >= 1 && product({columns, block}) < INT32_MAX, "scores are of 2^31 keys or more, or of none.");
+  check(
+      columns >= 1 && block >= 1 && product({columns, block}) < INT32_MAX,
+      "scores are of 2^31 keys or more, or of none.");
   check(k >= 1 && k <= kMostChosen, "k has to be from 1 to ", kMostChosen, ", got ", k, ".");
   check(
       query_block >= 1 && query_block <= INT32_MAX && first >= 0 && first <= k && local >= 0 && local <= k,
