@@ -311,14 +311,14 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "int columns, int block, bool causal) -> Tensor");
 
   // The numbers of the k blocks that score highest for each row, of which `first` from the start, and `local` around
-  // the row's, are chosen whatever they score: those before all, by number, then the best first, of equal ones the lower
-  // one; -1 behind. Row i has query_block queries from first_position + i * query_block on, up to last_position, or one
-  // at its position. NaN counts as infinity. Only on CUDA.
+  // the row's, are chosen whatever they score: those before all, by number, then the best first, of equal ones the
+  // lower one; -1 behind. Row i has query_block queries from first_position + i * query_block on, up to last_position,
+  // or one at its position. NaN counts as infinity. k is 4096 at most. Only on CUDA.
   // scores (B, G, rows, C) fp32 contiguous. sizes (B or 1, C or more) fp32: scores are products with sums of so many
-  // keys, and of causal rows' blocks those alone count that are wholly behind. counts (B or 1, rows, C) bool: the blocks
+  // keys, and causal rows choose among blocks that are wholly behind them. counts (B or 1, rows, C) bool: the blocks
   // that count. first_key (B or 1, C or more) int64: where a block's first key is that is there, its begin if it is not
   // given. positions (B or 1, rows) int64. ranges (N, 2) int32, of packed documents: the first block of each block's
-  // document, from which its numbers count, and the one after its last. k is 4096 at most.
+  // document, from which its numbers count, and the one after its last.
   // -> int32 (B, G, rows, k)
   m.def(
       "choose_blocks(Tensor scores, Tensor? sizes, Tensor? counts, Tensor? first_key, Tensor? positions, "

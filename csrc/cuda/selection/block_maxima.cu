@@ -338,9 +338,10 @@ Tensor block_maxima(
     static_assert(sizeof(M) <= kPortableMemory);
     const int64_t tiles = (rows + M::kRows - 1) / M::kRows;
     // Few tiles share their columns out, by fours, as these are stored.
-    const int64_t wanted = 2 * Tuning::thread_blocks(decltype(panels)::value) * launch.multiprocessors() / product({tiles, batch, heads});
+    const int64_t at_once = Tuning::thread_blocks(decltype(panels)::value) * launch.multiprocessors();
+    const int64_t wanted = std::max<int64_t>(1, 2 * at_once / product({tiles, batch, heads}));
     const int64_t least = (Tuning::kLeastKeys + block - 1) / block;
-    const int64_t each = std::max(least, (columns + std::max<int64_t>(1, wanted) - 1) / std::max<int64_t>(1, wanted));
+    const int64_t each = std::max(least, (columns + wanted - 1) / wanted);
     const int64_t columns_of_part = std::min((each + 3) / 4 * 4, (columns + 3) / 4 * 4);
     const int64_t parts = (columns + columns_of_part - 1) / columns_of_part;
     const int64_t thread_blocks = product({tiles, batch, heads, parts});
