@@ -26,7 +26,7 @@ from ds_sparse import (
     selected_attention,
 )
 
-OPERATORS = ("index_documents",)
+OPERATORS = ("index_documents",)  # what a GPU alone has besides, tests/ops/test_library.py asks for
 
 MODULE = import_module("ds_sparse.ops.block_selection")
 
@@ -376,6 +376,14 @@ class PlainOperators:
     @classmethod
     def select_blocks_by_compression(cls, *call: Any) -> torch.Tensor:
         return cls._called("select_blocks_by_compression", *call)
+
+    @staticmethod
+    def block_maxima(*call: Any) -> torch.Tensor:
+        return torch.ops.ds_sparse.block_maxima(*call)
+
+    @staticmethod
+    def choose_blocks(*call: Any) -> torch.Tensor:
+        return torch.ops.ds_sparse.choose_blocks(*call)
 
 
 @pytest.mark.parametrize("kind", ["mean", "max", "compression"])

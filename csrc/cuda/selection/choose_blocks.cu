@@ -22,7 +22,9 @@ namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr uint32_t kForced = 0xffffffffu;
-constexpr int64_t kMostChosen = 4096;         // whose sorted list fits in shared memory
+constexpr int64_t kMostChosen = 4096;  // by a warp, whose list is then half of the lists' memory
+constexpr int64_t kListBytes = 2 * kMostChosen * sizeof(uint64_t);
+static_assert(kListBytes <= kPortableMemory);
 constexpr int kLastPosition = INT32_MAX - 1;  // beyond all keys
 
 struct Choice {
@@ -329,9 +331,9 @@ void with_columns(int64_t columns, const F& f) {
 
 Tensor choose_blocks(
     const Tensor& scores, const std::optional<Tensor>& sizes, const std::optional<Tensor>& counts,
-    const std::optional<Tensor>& first_key, const std::optional<Tensor>& positions,
-    const std::optional<Tensor>& ranges, int64_t first_position, int64_t last_position, int64_t query_block,
-    int64_t block, int64_t k, int64_t first, int64_t local, bool causal) {
+    const std::optional<Tensor>& first_key, const std::optional<Tensor>& positions, const std::optional<Tensor>& ranges,
+    int64_t first_position, int64_t last_position, int64_t query_block, int64_t block, int64_t k, int64_t first,
+    int64_t local, bool causal) {
   check_dim(scores, 4, "scores");
   check(scores.scalar_type() == ScalarType::Float, "scores has to be fp32.");
   check_contiguous(scores, "scores");
@@ -403,7 +405,7 @@ Tensor choose_blocks(
       listed *= 2;
     }
     const int64_t bytes = listed * static_cast<int64_t>(sizeof(uint64_t));
-    const int64_t warps = std::min<int64_t>(kWarps, (64 << 10) / bytes);
+    const int64_t warps = std::min<int64_t>(kWarps, kListBytes / bytes);
     launch.with_shared_memory(
         choose_kernel<kOfLane, false>, (lines + warps - 1) / warps, warps * 32, warps * bytes, choice, listed);
   });
