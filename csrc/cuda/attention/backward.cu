@@ -79,7 +79,7 @@ __global__ void add_shares_kernel(
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor> attention_gradients(
     const AttentionCall& call, const Tensor& grad_output, const std::function<RowsOfBackward(bool)>& make_rows,
     const TileTensors& rows, const TileTensors& columns, bool deterministic) {
   const Tensor &query = call.query, &key = call.key, &value = call.value;
@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     return make_row_stats(
         Launcher(call.query), grad_output, results.grad_lse, results.output, results.rows, spans_of(call), with_sums);
   };
-  return attention_backward(call, grad_output, make_rows, rows, columns, deterministic);
+  return attention_gradients(call, grad_output, make_rows, rows, columns, deterministic);
 }
 
 }  // namespace ds_sparse::attention

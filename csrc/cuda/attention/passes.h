@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     bool deterministic);
 
 // The same where rows' statistics are made otherwise: `make_rows`, with sums for the gradient of query or without.
-std::tuple<Tensor, Tensor, Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor> attention_gradients(
     const AttentionCall& call, const Tensor& grad_output, const std::function<RowsOfBackward(bool)>& make_rows,
     const TileTensors& rows, const TileTensors& columns, bool deterministic);
 

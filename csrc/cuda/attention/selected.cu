@@ -100,7 +100,7 @@ class GatheredCall {
       const auto stats_of_rows = [&](bool with_sums) {
         return gather_row_stats(launch_, made.lists, stats, given_.heads(), given_.head_dim(), with_sums);
       };
-      auto [of_query, of_key, of_value] = attention_backward(
+      auto [of_query, of_key, of_value] = attention_gradients(
           call_on(x, made.lists), of_output, stats_of_rows, tiles_in(made, 0), tiles_in(made, 4), deterministic);
       add_rows(launch_, made.lists, of_query, grad_query);
       if (parts.size() == 1) {
