@@ -74,9 +74,9 @@ class Case:
         return f"{self.arm}-seed{self.seed}-{budget}"
 
     def settings(self) -> str:
-        kind = "a decoder in the manner of Llama" if self.experiment == "decoder" else "BERT"
+        kind = "decoder" if self.experiment == "decoder" else "BERT"
         return (
-            f"{kind}, {self.model}, {self.dtype}, {self.tokens_per_step:,} tokens a step, documents of "
+            f"{kind}-{self.model}, {self.dtype}, {self.tokens_per_step:,} tokens a step, documents of "
             f"{self.document_tokens:,} tokens"
         )
 

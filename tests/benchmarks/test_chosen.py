@@ -113,5 +113,5 @@ def test_a_quick_run_trains_every_arm_on_the_same_tokens(experiment, module, tmp
     for case, (row,) in results:
         assert row.curve[-1].tokens == 16384 and row.held_out < 1.3 * row.unigram
         assert all(a.held_out > b.held_out - 0.01 for a, b in itertools.pairwise(row.curve)), case.arm
-        by_token = case.arm.startswith(("indexer", "nsa")) or case.arm == "moba-512" and experiment == "decoder"
+        by_token = case.arm.startswith(("indexer", "nsa")) or (case.arm == "moba-512" and experiment == "decoder")
         assert ("together" in row.measures) == by_token
