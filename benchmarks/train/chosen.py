@@ -83,7 +83,8 @@ class Choice:
         rows = torch.linspace(first, tokens - 1, ROWS, device=self.query.device).long()
         group = self.query.shape[1] // self.key.shape[1]
         query, key = self.query[:, :, rows].float(), self.key.float().repeat_interleave(group, 1)
-        scores = query @ key.mT * (self.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        with torch.autocast(query.device.type, enabled=False):
+            scores = query @ key.mT * (self.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
         places = torch.arange(tokens, device=rows.device)
         if self.causal:
             scores = scores.masked_fill(places > rows[:, None], -torch.inf)

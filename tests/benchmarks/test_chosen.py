@@ -115,3 +115,13 @@ def test_a_quick_run_trains_every_arm_on_the_same_tokens(experiment, module, tmp
         assert all(a.held_out > b.held_out - 0.01 for a, b in itertools.pairwise(row.curve)), case.arm
         by_token = case.arm.startswith(("indexer", "nsa")) or (case.arm == "moba-512" and experiment == "decoder")
         assert ("together" in row.measures) == by_token
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("experiment", ["decoder", "encoder"])
+def test_quick_runs_on_a_gpu(tmp_path, experiment):
+    path = tmp_path / "rows.json"
+    command = f"train --quick --experiment {experiment} --device cuda --minutes 0.02"
+    assert main([*command.split(), "--json", str(path)]) == 0
+    assert [row.reason for _, (row,) in load(str(path))[2] if row.reason] == []
