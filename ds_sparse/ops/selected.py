@@ -28,8 +28,8 @@ MOST_TOGETHER = 16
 """Heads of a token, that see the same keys, which kernels take together."""
 
 LEAST_TOGETHER, LEAST_GATHERED = 8, 64
-"""Of fewer heads that see the same keys, kernels on a GPU gather rows by the block that they have chosen, if blocks have
-so many keys: else tiles have many tokens, which seldom choose alike. Measured: docs/lab-notebook.md, "Chosen blocks"."""
+"""Of fewer heads that see the same keys, a GPU gathers rows by the block that they have chosen, if blocks have so many
+keys: tiles of other rows would have many tokens, which seldom choose alike."""
 
 
 class Options(TypedDict, total=False):

@@ -86,7 +86,7 @@ def test_many_tokens_of_many_blocks(device: str):
 def test_heads_that_choose_alone(heads: int, key_heads: int, block: int, causal: bool):
     """Their rows are gathered, of all heads at once or, with the first of these sizes, in parts; but not where the
     position of the first query is a tensor."""
-    tokens = 12000 if heads == 16 else 3000
+    tokens = 16000 if heads == 16 else 3000
     given = operands(tokens, heads, key_heads, depth=128, dtype=torch.bfloat16)
     chosen = chosen_blocks(2, key_heads, tokens, 16 if heads == 16 else 5, columns=-(-tokens // block))
     keep = torch.rand(2, tokens, generator=seeded(7)) < 0.9
