@@ -100,12 +100,13 @@ def selected_attention(
     """softmax(scale * query @ key^T) @ value, where each query token sees the blocks of keys that it has chosen.
 
     Differentiable in query, key, value and sinks; who chooses the blocks has no gradient from here. Memory is linear
-    in tokens, times k for the numbers of blocks, and one bit a token and block of keys. Where fewer than eight heads see
-    the same keys, a GPU writes out k rows of a token while it runs, of as many heads as take some GB. Nothing waits for
-    the device: blocks may be chosen in each step, in the capture of a CUDA graph, and inside a graph of torch.compile.
-    Statistics and sums are in fp32 or wider. The same input gives the same bits, but for the gradient of query on a Hopper GPU, as
-    in `block_sparse_attention`. A row without a key is zeros, its lse -inf or the sink, its gradients zero. NaN and
-    infinities do not reach rows that do not see them. Under autocast query, key and value are cast.
+    in tokens, times k for the numbers of blocks, and one bit a token and block of keys. Where fewer than eight heads
+    see the same keys, a GPU writes out k rows of a token while it runs, of as many heads as take some GB. Nothing waits
+    for the device: blocks may be chosen in each step, in the capture of a CUDA graph, and inside a graph of
+    torch.compile. Statistics and sums are in fp32 or wider. The same input gives the same bits, but for the gradient of
+    query on a Hopper GPU, as in `block_sparse_attention`. A row without a key is zeros, its lse -inf or the sink, its
+    gradients zero. NaN and infinities do not reach rows that do not see them. Under autocast query, key and value are
+    cast.
 
     Sources: Lu et al., "MoBA", 2025; Yuan et al., "Native sparse attention", 2025: tokens that choose blocks, the heads
     of a group together.
