@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
 
     of_model = args.model is not None
     if of_model != (args.text is not None) or not (of_model or args.files):
-        return wrong("ds_sparse draw: give a DeepSpeed JSON for its layout, or --model and --text for what it chose.", 2)
+        return wrong(
+            "ds_sparse draw: give a DeepSpeed JSON for its layout, or --model and --text for what it chose.", 2
+        )
     try:
         is_page = args.out is not None and args.out.lower().endswith(PAGES)
         if args.out is not None:

@@ -191,8 +191,7 @@ def record_choices(model: nn.Module) -> Iterator[dict[str, Choice]]:
 
 
 def note(block_indices: Tensor, block: int, query: Tensor, key: Tensor, **about: Any) -> None:
-    """Tells those who record what queries have chosen. query and key are (B, H, T, D), or of packed documents (T, H, D),
-    with which block_indices have tokens first; about: the others of `Choice`."""
+    """Tells those who record what the queries of a call have chosen, (B, H, T, D). about: the others of `Choice`."""
     for recorder in _recorders:
         recorder.note(block_indices, block, query, key, **about)
 
@@ -213,8 +212,6 @@ class _Recorder:
     def note(self, block_indices: Tensor, block: int, query: Tensor, key: Tensor, **about: Any) -> None:
         if not self.running:  # of another model
             return
-        if query.dim() == 3:
-            block_indices, query, key = (x.transpose(0, 1).unsqueeze(0) for x in (block_indices, query, key))
         sizes = query.shape[1], query.shape[2], key.shape[2]
         self.choices[self.running[-1]] = Choice(block_indices.detach(), block, *sizes, **about)
 

@@ -21,7 +21,7 @@ from ds_sparse.modules.structured_attention import StructuredAttention
 from .bounds import Units
 from .cases import VIEWS, Case, Draw
 from .documents import draw_documents
-from .meanings import Tensors, gradient_of
+from .meanings import Tensors
 from .selections import attention_case
 
 TOKENS = (33, 64, 1, 7, 50, 80, 100)
@@ -51,7 +51,9 @@ def best_blocks(
         scores = (query @ key.mT).masked_fill(~seen[:, None], -torch.inf).unsqueeze(3)
         scores = scores.masked_fill(~of_block, -torch.inf).amax(-1).unflatten(1, (groups, -1)).sum(2)
         can = there
-    near = (number > begin[..., None] // block - local) & (number <= end[..., None] // block + (not causal) * (local - 1))
+    near = (number > begin[..., None] // block - local) & (
+        number <= end[..., None] // block + (not causal) * (local - 1)
+    )
     forced = there & ((number < first) | (near if local else torch.tensor(False)))[:, None]
     scores = scores.masked_fill(~can, -torch.inf).masked_fill(forced, torch.inf)
     best = scores.sort(dim=-1, descending=True, stable=True)

@@ -20,8 +20,8 @@ from ...models.position_table import base_model, kind_without_table, position_ta
 from ...models.report import SparsifyReport
 from ...models.sparse_attention_utils import SparseAttentionUtils
 from ...models.sparsify import sparsify
-from ...modules.chosen_attention import LEARNED
 from ...modules.choices import Choice, record_choices
+from ...modules.chosen_attention import LEARNED
 from ...sparsity import SparsityConfig
 from ...tools.ranks import say
 from ...tools.wording import BLOCK_KEY, reason
