@@ -302,6 +302,31 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor? column_units, Tensor? column_cuts, int bits_heads, SymInt most, int block, int tile, float scale, "
       "bool causal, bool deterministic, str implementation) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
+  // The largest product of each query with a key that it sees of each of the first C blocks of `block` keys, a multiple
+  // of 8; -inf where it sees none. query (B, H, T, D), key (B, Hkv, S, D), fp16 or bf16, H a multiple of Hkv, D a
+  // multiple of 8 up to 256, adjacent in memory, each token at a multiple of 16 bytes; keep bool (B or 1, S): the keys
+  // that are there; positions int64 (B or 1, T), none: from offset on; ranges as below: a query sees no key behind its
+  // document, and what it has of blocks before that is any number; causal: nor beyond its position. Only on CUDA.
+  // -> fp32 (B, H, T, C)
+  m.def(
+      "block_maxima(Tensor query, Tensor key, Tensor? keep, Tensor? positions, Tensor? ranges, int offset, "
+      "int columns, int block, bool causal) -> Tensor");
+
+  // The numbers of the k blocks that score highest for each row, of which `first` from the start, and `local` around
+  // the row's, are chosen whatever they score: those before all, by number, then the best first, of equal ones the
+  // lower one; -1 behind. Row i has query_block queries from first_position + i * query_block on, up to last_position,
+  // or one at its position. NaN counts as infinity. k is 4096 at most. Only on CUDA.
+  // scores (B, G, rows, C) fp32 contiguous. sizes (B or 1, C or more) fp32: scores are products with sums of so many
+  // keys, and causal rows choose among blocks that are wholly behind them. counts (B or 1, rows, C) bool: the blocks
+  // that count. first_key (B or 1, C or more) int64: where a block's first key is that is there, its begin if it is not
+  // given. positions (B or 1, rows) int64. ranges (N, 2) int32, of packed documents: the first block of each block's
+  // document, from which its numbers count, and the one after its last.
+  // -> int32 (B, G, rows, k)
+  m.def(
+      "choose_blocks(Tensor scores, Tensor? sizes, Tensor? counts, Tensor? first_key, Tensor? positions, "
+      "Tensor? ranges, int first_position, int last_position, int query_block, int block, int k, int first, int local, "
+      "bool causal) -> Tensor");
+
   // Gradients for query, key and value, contiguous, from those of output and, perhaps, of lse.
   m.def(
       "token_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "

@@ -126,6 +126,7 @@ def _look_at_libraries(facts: Facts) -> None:
         facts.libraries[name] = Library(path.exists(), _state(name, path, facts))
     try:
         from ..index.kernels import (
+            GPU_OPERATORS,
             HOPPER_OPERATORS,
             INDEX_OPERATORS,
             OPERATORS,
@@ -139,7 +140,8 @@ def _look_at_libraries(facts: Facts) -> None:
     facts.libraries["CPU"].missing = missing_kernels("cpu", OPERATORS + INDEX_OPERATORS)
     facts.instruction_set = native.instruction_set()
     if not facts.libraries["CUDA"].state:
-        facts.libraries["CUDA"].missing = missing_kernels("cuda", OPERATORS + INDEX_OPERATORS + HOPPER_OPERATORS)
+        on_gpu = OPERATORS + INDEX_OPERATORS + HOPPER_OPERATORS + GPU_OPERATORS
+        facts.libraries["CUDA"].missing = missing_kernels("cuda", on_gpu)
         try:
             facts.runtime_cuda, facts.driver_cuda = cuda_versions()
             facts.has_machine_code = not facts.gpu or has_machine_code(torch.device("cuda"))

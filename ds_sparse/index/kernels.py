@@ -67,6 +67,9 @@ HOPPER_OPERATORS = (
 )
 """Faster ways of others, for one kind of GPU."""
 
+GPU_OPERATORS = ("block_maxima", "choose_blocks")
+"""What `select_blocks` runs on a GPU; on a CPU it is plain PyTorch."""
+
 OPERATORS = BLOCK_OPERATORS + SELECTION_OPERATORS + WINDOW_OPERATORS + TOKEN_OPERATORS
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import ops
+from ..index.kernels import require_kernel
 from ..index.packed import check_form, sent_to
 from ..index.selection import AlignedDocuments
 from ..index.transforms import outside_transforms_or_traced
@@ -22,6 +23,12 @@ from .query_offset import position_of
 
 MOST_SCORES = 2**24
 """Scores that are held at a time, unless those of one query, or block of queries, are more."""
+
+MOST_CHOSEN = 4096
+"""Blocks that the GPU's kernel chooses for a row; more are chosen by PyTorch's topk."""
+
+MOST_KEYS = 2**31 - 2**10
+"""Of whole blocks, that the GPU's kernels count in 32 bits."""
 
 SCORES = ("mean", "max")
 
@@ -380,26 +387,24 @@ def _compressed_of(
 class Chooser:
     """Chooses the best of scored blocks for rows of queries; what an operator is given, by the names of its schema."""
 
-    def __init__(self, x: Any, keys: int, query_block: int) -> None:
-        self.x, self.query_block, self.device = x, query_block, x.query.device
+    def __init__(self, x: Any, keys: int, query_block: int, sizes: Tensor | None = None) -> None:
+        """sizes: (B or 1, columns) in fp32 or wider, how many keys a block has, where scores are products with their
+        sum; causal queries choose then among blocks that are wholly behind them."""
+        self.x, self.query_block, self.device, self.sizes = x, query_block, x.query.device, sizes
         self.columns = -(-keys // x.block)
         self.keys = keys
-        self.number = torch.arange(self.columns, device=self.device)
-        # Where the first key is that each block has: (B or 1, columns).
-        if x.keep is None:
-            self.first_key = (self.number * x.block).unsqueeze(0)
-        else:
+        self.first_key = None  # where the first key is that each block has, (B or 1, columns); None: its begin
+        if x.keep is not None:
             position = torch.arange(keys, device=self.device)
             there = pad(torch.where(x.keep, position, _NOWHERE), (0, -keys % x.block), value=_NOWHERE)
             self.first_key = there.unflatten(1, (-1, x.block)).amin(-1)
 
-    def run(self, scores_of: Callable[[int, int, int, Tensor, Tensor], tuple], scores_of_query: int) -> Tensor:
+    def run(self, scores_of: Callable[[int, int, int], tuple], scores_of_query: int) -> Tensor:
         """All rows, as many at a time as MOST_SCORES allows.
 
         Args:
             scores_of: scores (B, G, rows, columns) of the queries from one number to before another, of so many
-                columns, from the positions of the first and last query of each row, (B or 1, rows, 1); and which of
-                them count, bool (B or 1, rows, columns), or None, all.
+                columns; and which of them count, bool (B or 1, rows, columns), or None, all.
             scores_of_query: how many numbers it holds for a query.
         """
         x, tokens = self.x, self.x.query.shape[2]
@@ -407,30 +412,54 @@ class Chooser:
         chosen = []
         for begin in range(0, tokens, step):
             end = min(begin + step, tokens)
-            if x.positions is None:
-                first = torch.arange(begin, end, self.query_block, device=self.device)[None, :, None] + x.offset
-                last = (first + (self.query_block - 1)).clamp(max=x.offset + end - 1)
-            else:
-                first = last = x.positions[:, begin:end, None]
             columns = self.columns
             if x.causal and x.positions is None:  # nothing behind these is seen
                 columns = min(columns, (x.offset + end - 1) // x.block + 1)
-            scores, counts = scores_of(begin, end, columns, first, last)
-            chosen.append(self._best(scores, counts, first, last))
+            scores, counts = scores_of(begin, end, columns)
+            best = self._best_on_gpu if self._is_for_kernel(scores) else self._best
+            chosen.append(best(scores, counts, begin, end))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, 2)
 
-    def _best(self, scores: Tensor, counts: Tensor | None, first: Tensor, last: Tensor) -> Tensor:
+    def ends(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """The positions of the first and last query of the rows from one number to before another, (B or 1, rows,
+        1)."""
+        x = self.x
+        if x.positions is not None:
+            return (x.positions[:, begin:end, None],) * 2
+        first = torch.arange(begin, end, self.query_block, device=self.device)[None, :, None] + x.offset
+        return first, (first + (self.query_block - 1)).clamp(max=x.offset + end - 1)
+
+    def _is_for_kernel(self, scores: Tensor) -> bool:
+        fits = self.x.k <= MOST_CHOSEN and self.columns * self.x.block < MOST_KEYS
+        return scores.is_cuda and scores.dtype == torch.float32 and fits
+
+    def _best_on_gpu(self, scores: Tensor, counts: Tensor | None, begin: int, end: int) -> Tensor:
+        x, positions = self.x, None if self.x.positions is None else self.x.positions[:, begin:end]
+        require_kernel("choose_blocks", self.device)
+        return ops.choose_blocks(
+            scores.contiguous(), self.sizes, counts, self.first_key, positions, x.ranges, x.offset + begin,
+            x.offset + end - 1, self.query_block, x.block, x.k, x.first, x.local, x.causal,
+        )  # fmt: skip
+
+    def _best(self, scores: Tensor, counts: Tensor | None, begin: int, end: int) -> Tensor:
         x, columns = self.x, scores.shape[-1]
-        number = self.number[:columns]
-        there = self.first_key[:, None, :columns] <= (last if x.causal else _NOWHERE - 1)
+        first, last = self.ends(begin, end)
+        number = torch.arange(columns, device=self.device)
+        if self.sizes is not None:
+            if self.query_block > 1:
+                scores = scores / (last - first + 1).unsqueeze(1)
+            scores = scores / self.sizes[:, None, None, :columns]
+            counts = (number + 1) * x.block - 1 <= first if x.causal else None
+        first_key = (number * x.block).unsqueeze(0) if self.first_key is None else self.first_key[:, :columns]
+        there = first_key[:, None] <= (last if x.causal else _NOWHERE - 1)
         own, low = first // x.block, None
         if x.ranges is not None:
-            low, end = x.ranges[own.squeeze(-1)].split(1, -1)
-            there = there & (number >= low) & (number < end)
+            low, end_column = x.ranges[own.squeeze(-1)].split(1, -1)
+            there = there & (number >= low) & (number < end_column)
         forced = number < x.first if low is None else number < low + x.first
         if x.local:
-            end = last // x.block + (0 if x.causal else x.local - 1)
-            forced = forced | ((number > own - x.local) & (number <= end))
+            last_column = last // x.block + (0 if x.causal else x.local - 1)
+            forced = forced | ((number > own - x.local) & (number <= last_column))
         forced = (forced & there).unsqueeze(1)
         is_candidate = (there if counts is None else there & counts).unsqueeze(1) | forced
         # One number tells all: the score's bits, as integers that are ordered as scores are, and the block's number.
@@ -448,45 +477,55 @@ class Chooser:
 def select(x: Any) -> Tensor:
     """Runs the operator `select_blocks`."""
     with torch.autocast(x.query.device.type, enabled=False):
-        scores_of = _by_means if x.score == "mean" else _by_maxima
-        return scores_of(x, Chooser(x, x.key.shape[2], x.query_block))
+        return _by_means(x) if x.score == "mean" else _by_maxima(x)
 
 
-def _by_means(x: Any, chooser: Chooser) -> Tensor:
-    batch, heads, _, _ = x.query.shape
-    wide, key_heads, block = wide_dtype(x.query.dtype), x.key.shape[1], x.block
-    key, fill = x.key, -chooser.keys % block
-    if x.keep is None:
-        key, size = pad(key, (0, 0, 0, fill)), pad(x.key.new_ones(1, chooser.keys, dtype=wide), (0, fill))
-    else:
-        key, size = key.masked_fill(~x.keep[:, None, :, None], 0), x.keep.to(wide)
-        key, size = pad(key, (0, 0, 0, fill)), pad(size, (0, fill))
+def _by_means(x: Any) -> Tensor:
+    batch, key_heads, keys, depth = x.key.shape
+    wide, block, key, size = wide_dtype(x.query.dtype), x.block, x.key, x.keep
+    if size is not None:
+        key = key.masked_fill(~size[:, None, :, None], 0)
+    if keys % block:
+        key = pad(key, (0, 0, 0, -keys % block))
+        size = size if size is None else pad(size, (0, -keys % block))
     sums = key.unflatten(2, (-1, block)).sum(3, dtype=wide)
-    sizes = size.unflatten(1, (-1, block)).sum(2).clamp(min=1)
+    if size is None:
+        sizes = torch.arange(keys, 0, -block, dtype=wide, device=key.device).clamp_(max=block).unsqueeze(0)
+    else:
+        sizes = size.unflatten(1, (-1, block)).sum(2, dtype=wide).clamp_(min=1)
+    chooser = Chooser(x, keys, x.query_block, sizes)
     # Heads that share keys add up before the product, where they choose together.
     together = max(x.groups, key_heads)
 
-    def scores_of(begin: int, end: int, columns: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor | None]:
-        query = x.query[:, :, begin:end].to(wide)
+    def scores_of(begin: int, end: int, columns: int) -> tuple[Tensor, None]:
+        query = x.query[:, :, begin:end]
         if x.query_block > 1:
-            query = pad(query, (0, 0, 0, -(end - begin) % x.query_block)).unflatten(2, (-1, x.query_block)).sum(3)
-        query = _of_groups(query, together)
-        scores = _of_groups(_products(query, sums[:, :, :columns]), x.groups)
-        if x.query_block > 1:
-            scores = scores / (last - first + 1).unsqueeze(1)
-        counts = (chooser.number[:columns] + 1) * block - 1 <= first if x.causal else None
-        return scores / sizes[:, None, None, :columns], counts
+            query = pad(query, (0, 0, 0, -(end - begin) % x.query_block)).unflatten(2, (-1, x.query_block))
+            query = query.sum(3, dtype=wide)
+        query = _of_groups(query, together, wide)
+        return _of_groups(_products(query, sums[:, :, :columns]), x.groups), None
 
-    return chooser.run(scores_of, batch * heads * chooser.columns)
+    return chooser.run(scores_of, batch * together * max(chooser.columns, depth))
 
 
-def _by_maxima(x: Any, chooser: Chooser) -> Tensor:
+def _by_maxima(x: Any) -> Tensor:
     batch, heads, _, _ = x.query.shape
-    key, block = x.key.contiguous(), x.block
+    block, chooser = x.block, Chooser(x, x.key.shape[2], x.query_block)
+    if _takes_maxima(x, chooser):
+        require_kernel("block_maxima", x.query.device)
+        query, key, keep = _readable(x.query), _readable(x.key), None if x.keep is None else x.keep.contiguous()
+
+        def maxima_of(begin: int, end: int, columns: int) -> tuple[Tensor, None]:
+            of_keys = keep, None if x.positions is None else x.positions[:, begin:end], x.ranges, x.offset + begin
+            maxima = ops.block_maxima(query[:, :, begin:end], key, *of_keys, columns, block, x.causal)
+            return _of_rows(maxima, x), None
+
+        return chooser.run(maxima_of, batch * heads * chooser.columns)
+    key = x.key.contiguous()
     position = torch.arange(chooser.keys, device=key.device)
     hidden = None if x.keep is None else ~x.keep[:, None, None]
 
-    def scores_of(begin: int, end: int, columns: int, first: Tensor, last: Tensor) -> tuple[Tensor, None]:
+    def scores_of(begin: int, end: int, columns: int) -> tuple[Tensor, None]:
         keys = min(columns * block, chooser.keys)
         scores = _products(x.query[:, :, begin:end], key[:, :, :keys])
         if hidden is not None:
@@ -497,12 +536,31 @@ def _by_maxima(x: Any, chooser: Chooser) -> Tensor:
             at = x.positions[:, begin:end, None] if x.positions is not None else _column(begin, end, x)
             scores[..., ahead:].masked_fill_((position[ahead:keys] > at).unsqueeze(1), float("-inf"))
         scores = pad(scores, (0, -keys % block), value=float("-inf")).unflatten(-1, (-1, block)).amax(-1)
-        if x.query_block > 1:
-            scores = pad(scores, (0, 0, 0, -(end - begin) % x.query_block), value=float("-inf"))
-            scores = scores.unflatten(2, (-1, x.query_block)).amax(3)
-        return _of_groups(scores, x.groups), None
+        return _of_rows(scores, x), None
 
     return chooser.run(scores_of, batch * heads * chooser.keys)
+
+
+def _takes_maxima(x: Any, chooser: Chooser) -> bool:
+    """Tells if the kernel takes these operands; others' products are PyTorch's."""
+    depth, is_half = x.query.shape[3], x.query.dtype in (torch.float16, torch.bfloat16)
+    fits = depth % 8 == 0 and depth <= 256 and x.block % 8 == 0 and chooser.columns * x.block < MOST_KEYS
+    return x.query.is_cuda and is_half and fits
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x (B, H, T, D), or a copy where not each token begins at a multiple of 16 bytes, its numbers adjacent."""
+    apart = [x.stride(dim) for dim in range(3) if x.shape[dim] > 1]
+    aligned = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in apart)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _of_rows(scores: Tensor, x: Any) -> Tensor:
+    """Maxima (B, H, queries, columns) of queries as scores of rows of groups."""
+    if x.query_block > 1:
+        scores = pad(scores, (0, 0, 0, -scores.shape[2] % x.query_block), value=float("-inf"))
+        scores = scores.unflatten(2, (-1, x.query_block)).amax(3)
+    return _of_groups(scores, x.groups)
 
 
 def _column(begin: int, end: int, x: Any) -> Tensor:
@@ -520,8 +578,8 @@ def select_by_compression(x: Any) -> Tensor:
         last_key = begins * x.stride + (x.length - 1)
         whole = last_key < x.keys
 
-        def scores_of(begin: int, end: int, columns: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-            most = count
+        def scores_of(begin: int, end: int, columns: int) -> tuple[Tensor, Tensor]:
+            most, (first, last) = count, chooser.ends(begin, end)
             if x.causal and x.positions is None:
                 most = max(1, min(count, (x.offset + end - x.length) // x.stride + 1))
             seen = whole[:most].expand(*first.shape[:2], -1)
@@ -553,9 +611,10 @@ def _of_blocks(shares: Tensor, x: Any, columns: int) -> Tensor:
     return of_strides.unflatten(-1, (columns, of_block)).sum(-1)
 
 
-def _of_groups(x: Tensor, groups: int) -> Tensor:
-    """x (B, H, ...) with heads of a group added up."""
-    return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2)
+def _of_groups(x: Tensor, groups: int, dtype: torch.dtype | None = None) -> Tensor:
+    """x (B, H, ...) with heads of a group added up, in x's dtype or another."""
+    dtype = dtype or x.dtype
+    return x.to(dtype) if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2, dtype=dtype)
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:

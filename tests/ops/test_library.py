@@ -71,14 +71,14 @@ def test_every_operator_of_the_schema_is_listed():
     in_python |= {"window_numbers_forward", "window_numbers_backward"}
     in_python |= {"select_blocks", "select_blocks_by_compression"}
     in_python |= {"topk_attention_forward", "topk_attention_backward"}
-    native = kernels.OPERATORS + kernels.INDEX_OPERATORS + kernels.HOPPER_OPERATORS
+    native = kernels.OPERATORS + kernels.INDEX_OPERATORS + kernels.HOPPER_OPERATORS + kernels.GPU_OPERATORS
     assert registered == {*native, *in_python}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_cuda_has_every_kernel():
-    assert missing_kernels("cuda", kernels.OPERATORS + kernels.INDEX_OPERATORS) == []
+    assert missing_kernels("cuda", kernels.OPERATORS + kernels.INDEX_OPERATORS + kernels.GPU_OPERATORS) == []
 
 
 @pytest.mark.gpu

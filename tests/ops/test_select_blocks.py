@@ -221,6 +221,80 @@ def test_dead_keys_may_hold_anything(device: str, score: str):
     assert torch.equal(select_blocks(query, key, 8, 8, local=1, **options), expected)
 
 
+def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Sums of their products are exact in any order, and many are equal."""
+    return torch.randint(-2, 3, shape, generator=seeded(seed)).to(dtype)
+
+
+def hold_on_gpu(device: str, call: Any, operands: list[torch.Tensor], options: dict[str, Any]) -> None:
+    """A GPU chooses what a CPU chooses, of which tests compare with the statement."""
+    if device == "cpu":
+        pytest.skip("the expected result")
+    found = call(*(x.to(device) for x in operands), **on(device, options))
+    assert torch.equal(found.cpu(), call(*operands, **options)), options
+
+
+@pytest.mark.parametrize("score", ["mean", "max"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_gpu_chooses_what_a_cpu_does(device: str, seed: int, dtype: torch.dtype, score: str):
+    """Head sizes, blocks, groups, padding, positions and lengths of some tiles; NaN and infinities among the keys."""
+    draw, options, forced = choice(seed)
+    key_heads, batch, keys = draw.choice([1, 2]), draw.choice([1, 3]), draw.choice([1, 70, 700, 1300])
+    depth, block = draw.choice([8, 40, 64, 72, 128, 256]), draw.choice([8, 16, 24, 64, 72, 512])
+    heads, tokens = key_heads * draw.choice([1, 2, 4]), draw.choice([1, 100, 129, 300])
+    query = integers(seed, batch, heads, tokens, depth, dtype=dtype)
+    key = integers(seed + 1, batch, keys, key_heads, depth, dtype=dtype).transpose(1, 2)
+    if draw.random() < 0.3:
+        key[:, :, draw.randrange(keys), 0] = draw.choice([math.nan, math.inf])
+    offsets = torch.tensor([draw.randint(0, keys) for _ in range(batch)])
+    options["query_block"] = draw.choice([1, 1, 1, block, block // 4])
+    options["query_offset"] = 0
+    if options["query_block"] == 1:
+        options["query_offset"] = draw.choice([0, draw.randint(0, keys), offsets])
+    if draw.random() < 0.5:
+        kept = torch.rand(draw.choice([1, batch]), keys, generator=seeded(seed)) < draw.choice([0.9, 0.1])
+        options["key_padding_mask"] = kept
+    options |= {"groups": draw.choice([None, 1, heads]), "score": score}
+    k = max(1, forced) + draw.choice([0, 2, 15, 30, 100])
+    hold_on_gpu(device, lambda q, key, **o: select_blocks(q, key, block, k, **o), [query, key], options)
+
+
+@pytest.mark.parametrize("score", ["mean", "max"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [8, 64])
+def test_a_gpu_chooses_in_packed_documents_what_a_cpu_does(device: str, block: int, causal: bool, score: str):
+    operands = [integers(n, 1, heads, 700, 72, dtype=torch.bfloat16) for n, heads in enumerate((4, 2))]
+    cu_seqlens = torch.tensor([0, 3, 3, 200, 264, 700])
+    options = {"score": score, "causal": causal, "first": 1, "local": 1, "cu_seqlens": cu_seqlens, "groups": 2}
+    hold_on_gpu(device, lambda q, k, **o: select_blocks(q, k, block, 6, **o), operands, options)
+
+
+@pytest.mark.parametrize("columns", [1, 32, 33, 100, 129, 400, 513, 1025, 2049, 4097, 9000])
+@pytest.mark.parametrize("k", [1, 16, 17, 64, 300, 5000])
+def test_any_number_of_blocks_is_chosen_of_any(device: str, columns: int, k: int):
+    """Scores of every size, many of them equal."""
+    key = integers(columns, 1, 1, columns, 1)
+    key[:, :, ::7] *= 1e-40
+    key[:, :, 1::11] *= -0.0
+    key[:, :, 2::13] = math.inf
+    key[:, :, 3::17] = math.nan
+    for n, query in enumerate((torch.ones(1, 2, 3, 1), -torch.ones(1, 2, 3, 1))):
+        options = {"score": "max", "causal": bool(n), "query_offset": columns - 3 if n and columns > 3 else 0}
+        hold_on_gpu(device, lambda q, key, **o: select_blocks(q, key, 1, k, **o), [query, key], options)
+
+
+@pytest.mark.parametrize("align", [0, 1])
+def test_operands_may_lie_anyhow(device: str, align: int):
+    """Tokens that do not begin at multiples of 16 bytes are copied, and of a row of heads each is read where it is."""
+    query, key = (integers(n, 2, 130, 2, 41, dtype=torch.float16).to(device)[..., align : align + 40] for n in (1, 2))
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
+    for score in ("mean", "max"):
+        options: dict[str, Any] = {"score": score, "causal": True, "local": 1}
+        expected = select_blocks(query.contiguous(), key.contiguous(), 16, 4, **options)
+        assert torch.equal(select_blocks(query, key, 16, 4, **options), expected)
+
+
 def test_a_query_chooses_the_same_while_decoding(device: str):
     """What is behind a query decides: all at once, in pieces, and one by one."""
     query, key = (x.to(device) for x in operands(45, 45))
