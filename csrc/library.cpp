@@ -282,13 +282,15 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // same keys are the g rows of each token; key and value (B, Hkv, S, D), Hq a multiple of Hkv, D a multiple of 8 and
   // adjacent in memory; key_bias as above; bits uint8 (L or B * L, T, 4 * words) of at least S keys, L a divisor of Hq
   // (bits_heads); offsets int32 or int64 (1 or B), none: all are `offset`.
-  // row_..., on a GPU: tiles of rows, of blocks of 16 rows, 16 / g tokens each, rows being counted t * g + i
+  // row_..., on a GPU: tiles of rows, of blocks of 16 rows, 16 / g tokens each, rows being counted t * g + i; none,
+  // where g is 1, block 64 or more and all begin at position 0: rows of queries are gathered by the block that they
+  // have chosen, at most `most` of each token.
   // -> output as query, in its order of memory; lse (B, Hq, T, g) and rows (B, Hq, T, g, 2), contiguous, as of
   // block_attention_forward.
   m.def(
       "selected_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor bits, "
       "Tensor? offsets, SymInt offset, Tensor? row_lines, Tensor? row_entries, Tensor? row_units, Tensor? row_cuts, "
-      "int bits_heads, int block, int tile, float scale, bool causal, str implementation) "
+      "int bits_heads, SymInt most, int block, int tile, float scale, bool causal, str implementation) "
       "-> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse, as of
@@ -297,8 +299,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "selected_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor? key_bias, Tensor bits, Tensor? offsets, SymInt offset, Tensor? row_lines, "
       "Tensor? row_entries, Tensor? row_units, Tensor? row_cuts, Tensor? column_lines, Tensor? column_entries, "
-      "Tensor? column_units, Tensor? column_cuts, int bits_heads, int block, int tile, float scale, bool causal, "
-      "bool deterministic, str implementation) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "Tensor? column_units, Tensor? column_cuts, int bits_heads, SymInt most, int block, int tile, float scale, "
+      "bool causal, bool deterministic, str implementation) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // The largest product of each query with a key that it sees of each of the first C blocks of `block` keys, a multiple
   // of 8; -inf where it sees none. query (B, H, T, D), key (B, Hkv, S, D), fp16 or bf16, H a multiple of Hkv, D a

@@ -43,6 +43,7 @@ _PUBLIC = {
     "NativeSparseAttention": "modules.native_sparse_attention",
     "IndexerAttention": "modules.indexer_attention",
     "indexer_loss": "modules.indexer_attention",
+    "record_choices": "modules.choices",
     "SequenceParallelAttention": "sequence",
     "sequence_batches": "sequence",
     "sequence_parallel": "integrations.transformers.sequence",
@@ -100,6 +101,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
     from .models.sparsify import sparsify as sparsify
     from .modules.bert import BertSparseSelfAttention as BertSparseSelfAttention
+    from .modules.choices import record_choices as record_choices
     from .modules.indexer_attention import IndexerAttention as IndexerAttention
     from .modules.indexer_attention import indexer_loss as indexer_loss
     from .modules.multihead_attention import SparseMultiheadAttention as SparseMultiheadAttention

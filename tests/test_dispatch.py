@@ -309,6 +309,23 @@ def test_explain_refuses_what_the_operation_refuses(device: str):
         ds_sparse.explain([1.0], key, value, window)
 
 
+def test_explain_takes_the_blocks_that_tokens_have_chosen(device: str):
+    query, key, value = (torch.randn(2, heads, 64, 16, device=device) for heads in (8, 2, 2))
+    chosen = torch.zeros(2, 2, 64, 3, dtype=torch.int64, device=device)
+    found = ds_sparse.explain(query, key, value, block_indices=chosen, block=16)
+    assert (found.operation, found.implementation) == ("selected_attention", implementation_on(device))
+    assert "3 of 4 blocks of 16 keys, 4 heads together" in found.text
+    assert ds_sparse.explain(query, key, value, block_indices=chosen, block=24).implementation is None
+    refused = {
+        "Give a layout, or the block_indices": {},
+        "takes a block beside block_indices": {"block_indices": chosen},
+        "it has to be an int32 or int64 tensor": {"block_indices": chosen.float(), "block": 16},
+    }
+    for sentence, options in refused.items():
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            ds_sparse.explain(query, key, value, **options)
+
+
 def test_explain_takes_the_indices_of_windows_and_of_tokens(device: str):
     given = operands(device, head_dim=20)
     window = WindowIndex.build(64, 5, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,28 +56,33 @@ class Attention:
     length: int
 
 
-def attention_of(arm: str) -> Attention | None:
+def attention_of(arm: str, kinds: Collection[str] = ATTENTIONS) -> Attention | None:
     """The attention of a name such as bigbird-4096; None for another."""
     kind, _, length = arm.rpartition("-")
-    return Attention(kind, int(length)) if kind in ATTENTIONS and length.isdecimal() and int(length) else None
+    return Attention(kind, int(length)) if kind in kinds and length.isdecimal() and int(length) else None
 
 
 def require_attention(case: Case, name: str = "", also: str = "") -> None:
     """Raises ValueError where the case's arm, or that of the name, is none of an attention, where its sequences do not
     divide pieces of documents, or where they are too short for its structure. `also` says in words what else is an arm.
     """
-    name = name or case.arm
-    attention = attention_of(name)
+    attention = require_arm(case, name or case.arm, ATTENTIONS, also)
+    if attention.kind != DENSE:
+        require_layout(structure_name(attention.kind, case), attention.length)
+
+
+def require_arm(case: Case, name: str, kinds: Sequence[str], also: str = "") -> Attention:
+    """The attention of an arm. Raises ValueError where it is none of `kinds`, or its sequences do not divide pieces."""
+    attention = attention_of(name, kinds)
     if attention is None:
-        known = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bigbird-{case.document_tokens}{also}"
+        known = f"ATTENTION-LENGTH of {', '.join(kinds)}, such as {kinds[1]}-{case.document_tokens}{also}"
         raise ValueError(f"--arms {name}: is no arm of {case.experiment}; give {known}.")
     if case.document_tokens % attention.length:
         raise ValueError(
             f"--arms {name}: sequences of {attention.length} tokens do not divide documents of "
             f"{case.document_tokens}; give --document-tokens a multiple."
         )
-    if attention.kind != DENSE:
-        require_layout(structure_name(attention.kind, case), attention.length)
+    return attention
 
 
 def structure_name(kind: str, case: Case) -> str:

@@ -23,7 +23,7 @@ LEARNING_RATES = {TINY: 2e-3, SMALL: 4e-4, BASE: 2e-4}
 and a sum over the hidden size so many times. What is too high makes the vectors of all tokens one before a model has
 learned more than the frequencies of tokens."""
 
-DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192}
+DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192, "decoder": 8192, "encoder": 4096}
 """Experiments, a module of this package each, with what `Case.document_tokens` is by itself."""
 
 
@@ -74,8 +74,9 @@ class Case:
         return f"{self.arm}-seed{self.seed}-{budget}"
 
     def settings(self) -> str:
+        kind = "decoder" if self.experiment == "decoder" else "BERT"
         return (
-            f"BERT-{self.model}, {self.dtype}, {self.tokens_per_step:,} tokens a step, documents of "
+            f"{kind}-{self.model}, {self.dtype}, {self.tokens_per_step:,} tokens a step, documents of "
             f"{self.document_tokens:,} tokens"
         )
 

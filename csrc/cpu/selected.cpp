@@ -371,7 +371,8 @@ void backward(
 std::tuple<Tensor, Tensor, Tensor> selected_forward(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> key_bias, Tensor bits, std::optional<Tensor> offsets,
     int64_t offset, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>,
-    int64_t bits_heads, int64_t block, int64_t tile, double scale, bool causal, std::string implementation) {
+    int64_t bits_heads, int64_t /*most*/, int64_t block, int64_t tile, double scale, bool causal,
+    std::string implementation) {
   const SelectedCall call{query, key, value, key_bias, bits, offsets, offset, bits_heads, block, scale, causal};
   check_implementation(implementation, "cpu");
   call.check_all(tile);
@@ -393,8 +394,8 @@ std::tuple<Tensor, Tensor, Tensor> selected_backward(
     Tensor grad_output, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,
     Tensor rows, std::optional<Tensor> key_bias, Tensor bits, std::optional<Tensor> offsets, int64_t offset,
     std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>,
-    std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, int64_t bits_heads, int64_t block,
-    int64_t tile, double scale, bool causal, bool, std::string implementation) {
+    std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, int64_t bits_heads, int64_t /*most*/,
+    int64_t block, int64_t tile, double scale, bool causal, bool, std::string implementation) {
   const SelectedCall call{query, key, value, key_bias, bits, offsets, offset, bits_heads, block, scale, causal};
   check_implementation(implementation, "cpu");
   call.check_all(tile);

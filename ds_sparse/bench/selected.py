@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..index.selection import Selection
 from ..index.tiles import SIDES
 from ..ops import select_blocks, selected_attention
-from ..ops.selected import chosen_by, heads_together
+from ..ops.selected import chosen_by, gathers, heads_together
 from .cases import in_k
 from .command import add_cases, add_peers, cases_of
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits
@@ -121,14 +121,15 @@ class Case:
         return torch.cat([own.expand(self.groups, -1, 1), drawn], 2)[None].int()
 
     def small(self, heads: int = 4, seq_len: int = 2048) -> Case:
-        """The case cut to so many heads and tokens, and a quarter of the blocks at most: for a CPU. Its name says the
-        tokens where they are fewer."""
+        """The case cut to so many heads and tokens, 16 blocks of these at least, and a quarter of the blocks at most:
+        for a CPU. Its name says the tokens where they are fewer."""
         if seq_len >= self.seq_len:
             return self
         name = f"{self.name.removesuffix(in_k(self.seq_len))}{in_k(seq_len)}"
-        heads, top = min(self.heads, heads), min(self.top, seq_len // self.block // 4)
+        heads, block = min(self.heads, heads), min(self.block, seq_len // 16)
+        top = min(self.top, seq_len // block // 4)
         groups = max(1, heads * self.groups // self.heads)
-        return replace(self, name=name, heads=heads, groups=groups, seq_len=seq_len, top=top)
+        return replace(self, name=name, heads=heads, groups=groups, seq_len=seq_len, block=block, top=top)
 
 
 # fmt: off
@@ -139,11 +140,15 @@ TABLE = [
     Case("nsa-32k",        64,  4, 32768, 128,  64, 16, "shared", True),
     Case("nsa-random-32k", 64,  4, 32768, 128,  64, 16, "random", True),
     Case("encoder-32k",    12, 12, 32768,  64,  64,  8, "shared", False),
+    Case("moba-32k",       16, 16, 32768, 128, 512,  3, "random", True),
+    Case("moba-64-32k",    16, 16, 32768,  64, 512,  3, "random", True),
     Case("msa-8k",         64,  4,  8192, 128, 128, 16, "shared", True),
     Case("msa-random-8k",  64,  4,  8192, 128, 128, 16, "random", True),
+    Case("moba-8k",        16, 16,  8192, 128, 512,  3, "random", True),
+    Case("moba-64-8k",     16, 16,  8192,  64, 512,  3, "random", True),
 ]
-"""Cases that are measured by default: the sizes of MiniMax' MSA and of NSA, and an encoder whose heads choose each for
-itself."""
+"""Cases that are measured by default: the sizes of MiniMax' MSA, of NSA and of MoBA, and an encoder whose heads choose
+each for itself."""
 # fmt: on
 
 
@@ -228,11 +233,13 @@ def index(problem: Problem) -> Peer:
     """What attention makes of the numbers of blocks for its forward kernel: bits, and on a GPU tiles of rows. It gives
     the bits."""
     case, together = problem.case, heads_together(problem.case.heads, problem.case.groups, problem.case.groups)
+    if gathers(problem.inputs[0], together, case.block, 0):
+        raise Unsupported("part of the operator: rows are gathered by block")
     query = problem.inputs[0].unflatten(1, (-1, together)).transpose(2, 3)
 
     def call() -> Tensor:
         selection = Selection.of_blocks(problem.block_indices, case.block, problem.columns)
-        _, _, selection = chosen_by(selection, query, SIDES[:1])
+        _, _, selection = chosen_by(selection, query, 0, SIDES[:1])
         return selection.bits
 
     return Peer(call, inputs=(), no_backward="forward only: it has no gradient")

@@ -5,12 +5,14 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..sparsity import ChosenSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..tools.arguments import positive
 from ..tools.block_sizes import rounded_up
+from ..tools.wording import listed
 from ._terminal import wrong
 
 if TYPE_CHECKING:
@@ -19,7 +21,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="file", help="DeepSpeed JSON with a sparse_attention block")
+    parser.add_argument("files", nargs="*", metavar="file", help="DeepSpeed JSON with a sparse_attention block")
+    parser.add_argument(
+        "--model",
+        help="folder of a checkpoint of Transformers, or its name in the hub's cache: draw what its layers choose for "
+        "--text, by the block of the file, or without one by its own",
+    )
+    parser.add_argument("--text", metavar="FILE", help="a text, of which --seq tokens at most are taken")
     parser.add_argument("--seq", type=positive, default=2048, help="sequence length in tokens (default: 2048)")
     parser.add_argument("--heads", type=positive, default=12, help="attention heads of the model (default: 12)")
     parser.add_argument("--head", type=number, metavar="N", help="draw head N alone, counted from 0")
@@ -36,16 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..drawing import PAGES, PICTURES, require_writable
 
+    of_model = args.model is not None
+    if of_model != (args.text is not None) or not (of_model or args.files):
+        return wrong(
+            "ds_sparse draw: give a DeepSpeed JSON for its layout, or --model and --text for what it chose.", 2
+        )
     try:
-        if args.head is not None and args.head >= args.heads:
-            raise ValueError(f"--head {args.head}: there are {args.heads} heads, from 0 to {args.heads - 1}.")
         is_page = args.out is not None and args.out.lower().endswith(PAGES)
         if args.out is not None:
-            require_writable(args.out, (*PICTURES, *PAGES))
-        if args.out is not None and not is_page and len(args.files) > 1:
-            raise ValueError(f"{args.out}: a picture is of one file; a page, .html, has several.")
-        read = {file: _read(args, file) for file in args.files}
+            require_writable(args.out, PICTURES if of_model else (*PICTURES, *PAGES))
+        if len(args.files) > 1 and (of_model or (args.out is not None and not is_page)):
+            raise ValueError(f"{args.out or args.model}: a picture is of one file; a page, .html, has several.")
+        read = {} if of_model else {file: _read(args, file) for file in args.files}
         sheets = [sheet for file in read for sheet in _sheets(args, file, read[file])]
+        sheets += _chosen(args) if of_model else []
         if is_page:
             _save_page(args, sheets, read)
         elif args.out is not None:
@@ -57,9 +69,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen(args: argparse.Namespace) -> Iterator[Sheet]:
+    """What the layers of a model have chosen for a text."""
+    from ..config import load_config
+    from ..drawing import Sheet
+    from ..integrations.transformers.checkpoint import choices_of, quiet
+
+    try:
+        text = Path(args.text).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{args.text} cannot be read: {error.strerror}.") from error
+    block = load_config(args.files[0]).block if args.files else None
+    with quiet():
+        choices = choices_of(args.model, text, args.seq, block)
+    if args.layer is not None and args.layer not in choices:
+        raise ValueError(f"--layer {args.layer}: layers that choose are {listed(choices, 'and')}.")
+    for number, choice in choices.items():
+        _check_head(args, choice.heads)
+        if args.layer in (None, number):
+            name = "" if args.layer is not None else f"layer {number}"
+            yield Sheet(args.model, name, choice.rows(), 1, choice.heads, choice.causal, args.head)
+
+
+def _check_head(args: argparse.Namespace, heads: int) -> None:
+    if args.head is not None and args.head >= heads:
+        raise ValueError(f"--head {args.head}: there are {heads} heads, from 0 to {heads - 1}.")
+
+
 def _read(args: argparse.Namespace, file: str) -> LayerStructures:
     from ..config import SparseAttentionConfigError, load_config, read_block
 
+    _check_head(args, args.heads)
     _, block = load_config(file)
     if block is None:
         raise SparseAttentionConfigError([f"{file}: no sparse_attention block, so there is no layout to draw."])
@@ -87,8 +127,8 @@ def _sheet(args: argparse.Namespace, file: str, name: str, structure: SparsityCo
     about: dict[str, Any] = {"mode": mode_of(type(structure)), "block": structure.block}
     if isinstance(structure, ChosenSparsityConfig):
         raise ValueError(
-            f"{file}: mode {about['mode']} has no layout: each call chooses its blocks. docs/chosen-blocks.md shows "
-            "how to draw what was chosen."
+            f"{file}: mode {about['mode']} has no layout: each call chooses its blocks; give --model and --text to "
+            "draw what a model chooses."
         )
     with suppress(ValueError):  # a class of a user's that does not keep what it was made from
         about = sparse_attention_block(structure)
@@ -105,8 +145,12 @@ def _print(args: argparse.Namespace, sheets: list[Sheet]) -> None:
         if sheet.name:
             heading.append(sheet.name)
         if heading:
-            print(f"{', '.join(heading)}: mode {sheet.about['mode']}")
+            print(f"{', '.join(heading)}:{_mode(sheet)}")
         print(draw(sheet.rows, sheet.block, args.width, args.head))
+
+
+def _mode(sheet: Sheet) -> str:
+    return f" mode {sheet.about['mode']}" if sheet.about else ""
 
 
 def _save_pictures(args: argparse.Namespace, sheets: list[Sheet]) -> None:
@@ -114,14 +158,13 @@ def _save_pictures(args: argparse.Namespace, sheets: list[Sheet]) -> None:
 
     for sheet in sheets:
         out = _named(args.out, sheet.name)
-        title = ", ".join(filter(None, [os.path.basename(sheet.file), sheet.name, f"mode {sheet.about['mode']}"]))
+        title = ", ".join(filter(None, [os.path.basename(sheet.file), sheet.name, _mode(sheet).strip()]))
         save_drawing(sheet.rows, sheet.block, out, title, args.head)
         print(f"{sheet.file}: drawn to {out}.")
 
 
 def _save_page(args: argparse.Namespace, sheets: list[Sheet], read: dict[str, LayerStructures]) -> None:
     from ..drawing import save_page
-    from ..tools.wording import listed
 
     short = {file: os.path.basename(file) for file in args.files}
     dense = [

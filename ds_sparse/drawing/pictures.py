@@ -63,7 +63,7 @@ def draw(
 
     Args:
         layout: (H, R, C) or (R, C), bool or 0/1 integers, or `SparsityConfig.make_rows`.
-        block: tokens in a block, for the legend.
+        block: tokens in a block, for the legend; 1 of a layout of single tokens.
         columns: width of all in characters.
         head: draw this head alone; of a layout that all heads share, this.
         ascii: ASCII characters only. None: if standard output takes no others.
@@ -72,7 +72,8 @@ def draw(
     characters = ASCII if (takes_ascii_only(sys.stdout) if ascii is None else ascii) else UNICODE
     full = _cell(rows, columns)
     panels = _panels(rows, (2 * full, full) if full > 1 else (1, 1), head)
-    size = f"{rows.rows} x {rows.columns} blocks of {block} tokens"
+    unit = "block" if block > 1 else "pair"
+    size = f"{rows.rows} x {rows.columns} {f'blocks of {block} ' if block > 1 else ''}tokens"
     if len(panels) == 1:
         cell, lines = full, [f"{head_name(panels[0].heads, rows.heads, head)}: {size}, density {panels[0].density:.1%}"]
         lines += _text(panels[0], full, characters)
@@ -84,11 +85,11 @@ def draw(
             panels = _panels(rows, (2 * cell, cell))
         lines = [size, *_beside_each_other(panels, rows, cell, across, width, characters)]
     if cell == 1:
-        legend = characters.halves_legend
+        legend = characters.halves_legend.replace("block", unit)
     else:
         legend = (
-            f"one character = {2 * cell} x {cell} blocks; {' '.join(characters.shades[1:])} share of live blocks up to "
-            "25, 50, 75, 100 %, blank: none"
+            f"one character = {2 * cell} x {cell} {unit}s; {' '.join(characters.shades[1:])} share of live {unit}s up "
+            "to 25, 50, 75, 100 %, blank: none"
         )
     return "\n".join([*lines, f"{legend}; rows are queries, columns keys"])
 
@@ -307,6 +308,7 @@ def _figure(rows: LayoutRows, block: int, title: str, head: int | None) -> Figur
             axes.set_xlabel("key token", fontsize=8)
         if place % across == 0:
             axes.set_ylabel("query token", fontsize=8)
-    lines = [*textwrap.wrap(title, int(12 * side * across)), f"dark = live block of {block} x {block} tokens"]
+    dark = f"live block of {block} x {block} tokens" if block > 1 else "live pair of tokens"
+    lines = [*textwrap.wrap(title, int(12 * side * across)), f"dark = {dark}"]
     figure.suptitle("\n".join(lines), fontsize=10)
     return figure

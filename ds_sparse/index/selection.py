@@ -28,7 +28,7 @@ class Selection:
         heads: L, for each of which neighbouring heads of query, as many, have chosen the same.
         layout_heads: L, or B * L. Not read from `bits` where a graph is traced: PyTorch 2.11 cannot hand on such sizes.
         columns: C, the blocks of the keys.
-        capacity: how many blocks all tokens of `bits` have chosen together, at most.
+        most: how many blocks a token has chosen, at most.
         row_tiles, column_tiles: what a GPU walks, where it has been made, by `with_tiles`.
     """
 
@@ -37,7 +37,7 @@ class Selection:
     heads: int
     layout_heads: int
     columns: int
-    capacity: int
+    most: int
     row_tiles: Tiles | None = None
     column_tiles: Tiles | None = None
 
@@ -45,14 +45,14 @@ class Selection:
     def of_blocks(cls, block_indices: Tensor, block: int, columns: int) -> Selection:
         """The selection of block_indices (B or 1, L, T, k), int32 or int64; what is no number of a block is none."""
         sequences, heads, tokens, listed = block_indices.shape
-        layout_heads = sequences * heads
-        capacity = layout_heads * tokens * least_of(listed, columns)
+        layout_heads, most = sequences * heads, least_of(listed, columns)
+        capacity = layout_heads * tokens * most
         if capacity >= 2**31:
             raise ValueError(
                 f"block_indices has {capacity} numbers of blocks; attention takes fewer than 2**31. Use "
                 "larger blocks, or fewer of them."
             )
-        return cls(bits_of_blocks(block_indices.flatten(0, 1), columns), block, heads, layout_heads, columns, capacity)
+        return cls(bits_of_blocks(block_indices.flatten(0, 1), columns), block, heads, layout_heads, columns, most)
 
     @property
     def device(self) -> torch.device:
@@ -73,7 +73,7 @@ class Selection:
             return self
         bits = _bits_of_rows(self.bits, ROW_BLOCK // rows_of_token)
         plan = TilePlan.of(bits, self.columns, self.block, [tile], sides, bounded=True, row_block=ROW_BLOCK)
-        made = plan.fill(self.layout_heads, [self.capacity])
+        made = plan.fill(self.layout_heads, [self.layout_heads * self.bits.shape[1] * self.most])
         return replace(self, row_tiles=made["rows", tile], column_tiles=made.get(("columns", tile)))
 
 

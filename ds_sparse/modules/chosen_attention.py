@@ -12,6 +12,7 @@ from ..layout import is_distributed
 from ..ops import block_sparse_attention, select_blocks, selected_attention
 from ..ops.operands import check_bias
 from ..sparsity import ChosenSparsityConfig, IndexerSparsityConfig, MobaSparsityConfig, NativeSparsityConfig
+from .choices import note
 from .indexer_attention import IndexerAttention
 from .native_sparse_attention import NativeSparseAttention
 
@@ -164,10 +165,10 @@ def _of_query_blocks(
 
 def _by_means(structure: Any, query: Tensor, key: Tensor, **how: Any) -> Tensor:
     groups = key.shape[-3] if structure.chosen_by_group else None
-    return select_blocks(
-        query, key, structure.block, structure.num_chosen_blocks, groups=groups, first=structure.num_first_blocks,
-        local=_local(structure), **how,
-    )  # fmt: skip
+    how |= {"first": structure.num_first_blocks, "local": _local(structure)}
+    chosen = select_blocks(query, key, structure.block, structure.num_chosen_blocks, groups=groups, **how)
+    note(chosen, structure.block, query, key, **how)
+    return chosen
 
 
 def _local(structure: ChosenSparsityConfig) -> int:

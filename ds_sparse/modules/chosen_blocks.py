@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..ops import selected_attention
+from .choices import note
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class ChosenBlocks:
             )
         options: dict[str, Any] = {"causal": causal, "scale": scale, "sinks": sinks, "query_offset": query_offset or 0}
         operands = query, key, value, block_indices, self.block
+        note(
+            block_indices, self.block, query, key, causal=causal, query_offset=query_offset or 0,
+            key_padding_mask=key_padding_mask,
+        )  # fmt: skip
         if key_padding_mask is None or query.shape[2] == 1:
             return selected_attention(*operands, key_padding_mask=key_padding_mask, **options)
         output, lse = selected_attention(*operands, key_padding_mask=key_padding_mask, return_lse=True, **options)

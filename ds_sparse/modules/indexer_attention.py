@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from ..ops import select_blocks, selected_attention
 from ..ops._autograd import Function
 from ..ops.operands import kept, wide_dtype
+from .choices import note
 from .operand_checks import check_operands, check_sizes
 
 
@@ -158,6 +159,7 @@ class IndexerAttention(nn.Module):
             index_query, index_key, self.block, self.k, score="max", first=self.first, local=self.local,
             query_offset=query_offset, **more,
         )  # fmt: skip
+        note(chosen, self.block, query, key, first=self.first, local=self.local, query_offset=query_offset, **more)
         output = selected_attention(
             query, key, value, chosen, self.block, scale=scale, query_offset=query_offset, **more
         )

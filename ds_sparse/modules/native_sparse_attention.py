@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..ops import select_blocks_by_compression, selected_attention, window_attention
 from ..ops.operands import kept
 from ..ops.packed_attention import goes_by_places
+from .choices import note
 from .compressed_attention import Compression, StridesOfDocuments, compressed_attention, windows_of
 from .operand_checks import check_operands, check_sizes
 
@@ -144,6 +145,10 @@ class NativeSparseAttention(nn.Module):
             query, compressed_key, self.block, self.k, length=self.length, stride=self.stride, scale=scale, causal=True,
             first=self.first, local=self.local, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
             compressed_cu_seqlens=None if documents is None else documents.begins,
+        )  # fmt: skip
+        note(
+            numbers, self.block, query, key, causal=True, first=self.first, local=self.local,
+            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         compressed = compressed_attention(
             query, compressed_key, compressed_value, self.length, self.stride, scale=scale, key_padding_mask=whole,

@@ -9,9 +9,11 @@ import torch
 
 from ..dispatch import IMPLEMENTATIONS, Call, choose, is_readable, reasons
 from ..index import BlockIndex, TokenIndex, WindowIndex
+from ..index.selection import check_chosen
 from ._library import check_inputs, under_autocast
 from .attention import index_for
 from .operands import call_on, check_attention_operands, check_distance_bias, check_heads
+from .selected import gathers, heads_together
 from .token import call_on_pairs, check_operands, fitting
 from .window_attention import fitting_window
 
@@ -21,7 +23,8 @@ class Explanation:
     """Findings of `explain`.
 
     Attributes:
-        operation: 'block_sparse_attention', or 'sparse_attn' for a `TokenIndex`.
+        operation: 'block_sparse_attention', 'selected_attention' for blocks that tokens have chosen, or 'sparse_attn'
+            for a `TokenIndex`.
         implementation: the name of the one that runs; None where none does.
         reasons: by name, why an implementation does not run, in sentences; of the one that does none.
         notes: what the call costs besides, in sentences.
@@ -51,9 +54,10 @@ def explain(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex | WindowIndex | TokenIndex,
+    layout: torch.Tensor | BlockIndex | WindowIndex | TokenIndex | None = None,
     *,
     block: int | None = None,
+    block_indices: torch.Tensor | None = None,
     causal: bool = False,
     rpe: torch.Tensor | None = None,
     distance_bias: torch.Tensor | None = None,
@@ -66,6 +70,7 @@ def explain(
             `sparse_attn`.
         block, causal, rpe, distance_bias: as of `block_sparse_attention`; none of them with a `WindowIndex` or a
             `TokenIndex`.
+        block_indices: as of `selected_attention`, in the place of a layout, with a `block`.
 
     Returns:
         what is printed, and its parts.
@@ -86,6 +91,8 @@ def explain(
     """
     check_inputs(query=query, key=key, value=value, rpe=rpe, distance_bias=distance_bias)
     query, key, value = under_autocast(query, key, value)
+    if (layout is None) == (block_indices is None):
+        raise ValueError("Give a layout, or the block_indices of selected_attention; one of them.")
     if isinstance(layout, TokenIndex | WindowIndex):
         biases = ("rpe", rpe is not None), ("distance_bias", distance_bias is not None)
         for name, is_given in (("block", block is not None), ("causal", causal), *biases):
@@ -97,6 +104,17 @@ def explain(
         check_operands(query, key, value)
         fitting(layout, query, key)
         operation, described, call = "sparse_attn", repr(layout), call_on_pairs(layout, query, value)
+    elif block_indices is not None:
+        if block is None or rpe is not None or distance_bias is not None:
+            raise ValueError("selected_attention takes a block beside block_indices, and no rpe and distance_bias.")
+        check_attention_operands(query, key, value)
+        indices = check_chosen(block_indices, query, key.shape[1], tokens_first=False)
+        together = heads_together(query.shape[1], key.shape[1], indices.shape[1])
+        described = (
+            f"{indices.shape[3]} of {-(-key.shape[2] // block)} blocks of {block} keys, {together} heads together"
+        )
+        described += ", rows gathered by their block" if gathers(query, together, block, 0) else ""
+        operation, call = "selected_attention", Call(query.device, query.dtype, query.shape[3], block, (query,))
     else:
         check_attention_operands(query, key, value)
         index: Any = (

@@ -27,6 +27,10 @@ from .query_offset import position_of
 MOST_TOGETHER = 16
 """Heads of a token, that see the same keys, which kernels take together."""
 
+LEAST_TOGETHER, LEAST_GATHERED = 8, 64
+"""Of fewer heads that see the same keys, a GPU gathers rows by the block that they have chosen, if blocks have so many
+keys: tiles of other rows would have many tokens, which seldom choose alike."""
+
 
 class Options(TypedDict, total=False):
     """Options of `selected_attention`, but for `return_lse`."""
@@ -96,11 +100,13 @@ def selected_attention(
     """softmax(scale * query @ key^T) @ value, where each query token sees the blocks of keys that it has chosen.
 
     Differentiable in query, key, value and sinks; who chooses the blocks has no gradient from here. Memory is linear
-    in tokens, times k for the numbers of blocks, and one bit a token and block of keys. Nothing waits for the device:
-    blocks may be chosen in each step, in the capture of a CUDA graph, and inside a graph of torch.compile. Statistics
-    and sums are in fp32 or wider. The same input gives the same bits, but for the gradient of query on a Hopper GPU, as
-    in `block_sparse_attention`. A row without a key is zeros, its lse -inf or the sink, its gradients zero. NaN and
-    infinities do not reach rows that do not see them. Under autocast query, key and value are cast.
+    in tokens, times k for the numbers of blocks, and one bit a token and block of keys. Where fewer than eight heads
+    see the same keys, a GPU writes out k rows of a token while it runs, of as many heads as take some GB. Nothing waits
+    for the device: blocks may be chosen in each step, in the capture of a CUDA graph, and inside a graph of
+    torch.compile. Statistics and sums are in fp32 or wider. The same input gives the same bits, but for the gradient of
+    query on a Hopper GPU, as in `block_sparse_attention`. A row without a key is zeros, its lse -inf or the sink, its
+    gradients zero. NaN and infinities do not reach rows that do not see them. Under autocast query, key and value are
+    cast.
 
     Sources: Lu et al., "MoBA", 2025; Yuan et al., "Native sparse attention", 2025: tokens that choose blocks, the heads
     of a group together.
@@ -213,6 +219,8 @@ def _attend(call: AttentionCall, selection: Selection, offset: int | Tensor, wit
     """The same of a selection that fits the call, whose queries begin at the offset."""
     query, key, value, scale, causal, padding, *_, sinks, _ = call
     head_dim, together = query.shape[3], heads_together(query.shape[1], key.shape[1], selection.heads)
+    if gathers(query, together, selection.block, offset):
+        together = 1
     if padding is not None:
         padding = key_bias_of(padding, wide_dtype(query.dtype), key.shape[2], query.is_cuda)
     key, value = (readable(x) for x in distinct_when_traced(key, value))
@@ -238,26 +246,35 @@ def heads_together(heads: int, key_heads: int, bits_heads: int) -> int:
     return together
 
 
+def gathers(query: Tensor, together: int, block: int, offset: int | Tensor) -> bool:
+    """Whether kernels gather the rows of heads, of which so many see the same keys."""
+    at_zero = isinstance(offset, int) and offset == 0
+    return query.is_cuda and at_zero and together < LEAST_TOGETHER and block >= LEAST_GATHERED
+
+
 def _lists(tiles: Tiles | None) -> tuple[Tensor | None, ...]:
     """The lists of tiles; None in the places of those that a CPU has not."""
     return (None,) * 4 if tiles is None else lists_of_tiles(tiles)
 
 
 def chosen_by(
-    selection: Selection, query: Tensor, sides: Sequence[str], forced: str | None = None
+    selection: Selection, query: Tensor, offset: int | Tensor, sides: Sequence[str], forced: str | None = None
 ) -> tuple[str, int, Selection]:
-    """The implementation that runs, the height of the tiles that it walks, and the selection with those."""
+    """The implementation that runs, the height of the tiles that it walks, and the selection with those, if it does
+    not make them itself, of rows that it gathers."""
     chosen = choose("selected_attention", call_on(selection, query), forced)
     tile = chosen.tile(selection.block)
-    return chosen.name, tile, selection.with_tiles(query.shape[3], tile, sides)
+    if not gathers(query, query.shape[3], selection.block, offset):
+        selection = selection.with_tiles(query.shape[3], tile, sides)
+    return chosen.name, tile, selection
 
 
 def _run(selection, walk, numbers, query, key, value, bias, key_bias, *_):
     scale, causal, offset, offsets = numbers
-    name, tile, selection = chosen_by(selection, query, SIDES[:1])
+    name, tile, selection = chosen_by(selection, query, offset if offsets is None else offsets, SIDES[:1])
     return ops.selected_attention_forward.default(
         query, key, value, key_bias, selection.bits, offsets, offset, *_lists(selection.row_tiles), selection.heads,
-        selection.block, tile, scale, causal, name,
+        selection.most, selection.block, tile, scale, causal, name,
     )  # fmt: skip
 
 
@@ -266,10 +283,10 @@ def _gradients(selection, walk, numbers, wanted, forced, *tensors):
     if not any(wanted[:3]):
         return None, None, None, None
     scale, causal, offset, offsets = numbers
-    name, tile, selection = chosen_by(selection, saved[2], SIDES, forced)
+    name, tile, selection = chosen_by(selection, saved[2], offset if offsets is None else offsets, SIDES, forced)
     return *ops.selected_attention_backward.default(
         *saved, key_bias, selection.bits, offsets, offset, *_lists(selection.row_tiles),
-        *_lists(selection.column_tiles), selection.heads, selection.block, tile, scale, causal,
+        *_lists(selection.column_tiles), selection.heads, selection.most, selection.block, tile, scale, causal,
         torch.are_deterministic_algorithms_enabled(), name,
     ), None  # fmt: skip
 

@@ -199,8 +199,7 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
     """The tiles that kernels walk in layers of a kind; None for dense attention.
 
     Raises:
-        ValueError: the structure has no layout of this length; a layout too large to be laid out here; blocks that
-            queries choose.
+        ValueError: the structure has no layout of this length; a layout too large to be laid out here.
     """
     blocks, structure = -(-seq_len // kind.block), kind.structure
     if kind.window is not None:
@@ -209,11 +208,6 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
         return Walk.of(near[None], WINDOW_BLOCK)
     if structure is None:
         return None
-    if isinstance(structure, ChosenSparsityConfig):
-        raise ValueError(
-            f"{kind.in_words()}: blocks are chosen in each step, and a plan knows times of layouts alone; ds_sparse "
-            "bench selected measures attention on chosen blocks."
-        )
     heads = structure.num_heads if structure.different_layout_per_head else 1
     if heads * blocks**2 > MOST_BLOCKS:
         raise ValueError(

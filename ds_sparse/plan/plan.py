@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..sequence.deal import check_ranks
+from ..sparsity import ChosenSparsityConfig
 from .advice import Advice, advise
 from .communication import of_rank
 from .layers import (
@@ -18,11 +19,12 @@ from .layers import (
     kinds_of,
     largest_block,
     layers_in_words,
+    live_scores,
     spread,
     walk_of,
 )
 from .limits import said_of
-from .memory import MOST_TOKENS, Memory, fits, longest, memory_of
+from .memory import GIB, MOST_TOKENS, Memory, fits, longest, memory_of
 from .model import Model
 from .rates import Rates
 from .settings import RANKS, Settings
@@ -147,7 +149,8 @@ def make_plan(
 
     Raises:
         ValueError: a block that is wrong, a length that it has no layout for, documents longer than sequences; more
-            ranks of a sequence than heads, or several without a block.
+            ranks of a sequence than heads, or several without a block; layers that choose their blocks, with what is
+            known of their steps.
     """
     check_ranks(model.heads, settings.ranks)
     if settings.ranks > 1 and block is None:
@@ -159,6 +162,7 @@ def make_plan(
         raise ValueError(f"--document-tokens {document_tokens} is more than --seq {seq_len}; give their mean length.")
     kinds = kinds_of(block, model, source)
     padded = in_whole_blocks(kinds, seq_len)
+    _refuse_chosen(source, kinds, model, settings, padded)
     walks = [walk_of(kind, model, padded) for kind in kinds]
     of_layers = spread(kinds, walks)
     dense: list[Walked] = [None] * model.layers
@@ -192,6 +196,24 @@ def make_plan(
         odd_vocabulary=odd_vocabulary(rates, model, settings, padded),
         lengths=compare(rates, model, settings, kinds, seq_len),
         remarks=said_of(rates, model, settings, kinds, seq_len),
+    )
+
+
+def _refuse_chosen(source: str, kinds: Sequence[Kind], model: Model, settings: Settings, seq_len: int) -> None:
+    """Raises ValueError for layers whose queries choose blocks, with what is known without times."""
+    chosen = [kind for kind in kinds if isinstance(kind.structure, ChosenSparsityConfig)]
+    if not chosen:
+        return
+    live = spread(kinds, [live_scores(kind, model, seq_len) for kind in kinds])
+    linear, attention = flops_of(model, settings, seq_len, live)
+    _, dense = flops_of(model, settings, seq_len, [None] * model.layers)
+    kind = chosen[0]
+    raise ValueError(
+        f"{source}: layers {layers_in_words(kind.layers)} ({kind.in_words()}) choose blocks in each step, and a plan "
+        "knows times of layouts alone; ds_sparse bench selected measures attention on chosen blocks. Without times: "
+        f"{(live[kind.layers[0]] or 0) / seq_len**2:.1%} of the scores are computed; a GPU computes "
+        f"{(linear + attention) / 1e12:.1f} TFLOP a step, {(linear + dense) / 1e12:.1f} if dense, and needs "
+        f"{memory_of(model, settings, seq_len).total / GIB:.1f} GiB, beside what learns to choose and the choices."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,16 @@ from torch import Tensor
 from .. import reference
 from ..index import BlockIndex, PackedIndex, TokenIndex, WindowIndex
 from ..layout import to_token_mask
-from ..ops import MatMul, Softmax, block_sparse_attention, sparse_attn, sparse_matmul, window_matmul, window_softmax
+from ..ops import (
+    MatMul,
+    Softmax,
+    block_sparse_attention,
+    selected_attention,
+    sparse_attn,
+    sparse_matmul,
+    window_matmul,
+    window_softmax,
+)
 from ..ops import unwindow_matmul as ours_of_bands
 from ..ops.window_attention import window_attention
 from .variants import Variant
@@ -84,6 +93,8 @@ def case_of(variant: Variant, device: torch.device, seed: int) -> Case:
 def _sizes(variant: Variant, device: torch.device) -> tuple[int, int, int]:
     """Sequences, heads and tokens: more tiles of 128 tokens than a GPU has multiprocessors, in short sequences, as
     their meaning takes tokens by tokens; or as little as has parts for several threads."""
+    if variant.operation == "selected_attention":  # two of the largest blocks, of which one is short
+        return (4, 8, 1088) if device.type == "cuda" else (1, 2, variant.block + 64)
     if device.type == "cuda":
         return (1, 32, 1024) if variant.operation == "packed attention" else (4, 8, 1024)
     return 1, 2, max(2 * variant.block, 64)
@@ -139,6 +150,27 @@ def _window_attention(s: Setting) -> Case:
         lambda q, k, v: (window_attention(q, k, v, index),),
         lambda q, k, v: (reference.window_attention(q, k, v, windows, s.causal, global_tokens=global_tokens),),
     )
+
+
+def _selected_attention(s: Setting) -> Case:
+    """Two query heads share a key head, and choose together where the case is causal. Half of the head sizes with
+    sinks. On the CPU the last queries alone, as their meaning takes tokens by tokens."""
+    key_heads, blocks = s.heads // 2, -(-s.tokens // s.block)
+    queries = s.tokens if s.live.is_cuda else min(s.tokens, 128)
+    shapes = {"query": (s.heads, queries), "key": (key_heads, s.tokens), "value": (key_heads, s.tokens)}
+    operands = {name: s.drawn(s.batch, *shape, s.variant.head_dim) for name, shape in shapes.items()}
+    if s.variant.head_dim % 16:
+        operands["sinks"] = s.drawn(s.heads)
+    places = s.drawn(s.batch, key_heads if s.causal else s.heads, queries, min(blocks, 6)).float().sigmoid()
+    chosen = (places * (blocks + 1)).long().clamp(max=blocks) - 1  # -1 is none
+    options: dict[str, Any] = {"causal": s.causal, "query_offset": s.tokens - queries, "return_lse": True}
+
+    def by(function: Callable[..., Any]) -> Function:
+        return lambda query, key, value, sinks=None: function(
+            query, key, value, chosen, s.block, sinks=sinks, **options
+        )
+
+    return Case(operands, by(selected_attention), by(reference.selected_attention))
 
 
 def _pair_attention(s: Setting) -> Case:
@@ -223,6 +255,7 @@ CASES: dict[str, Callable[[Setting], Case]] = {
     "block_sparse_attention": _block_attention,
     "packed attention": _packed_attention,
     "window_attention": _window_attention,
+    "selected_attention": _selected_attention,
     "sparse_attn": _pair_attention,
     "sparse_matmul": _pair_scores,
     "sdd": _sdd,

@@ -122,7 +122,10 @@ def _require_its_meaning(variant: Variant, case: Case, grads: Sequence[Tensor], 
 
 
 def _parts(x: Tensor, block: int) -> int:
-    """Number of parts that are judged alone: of each sequence and head, `PART` tokens; of sparse values, a block."""
+    """Number of parts that are judged alone: of each sequence and head, `PART` tokens; of sparse values, a block; of a
+    number a head, all."""
+    if x.dim() == 1:
+        return 1
     outer = x.shape[0] * x.shape[1]
     if x.dim() < 4 or x.shape[2] == block:
         return outer

@@ -18,6 +18,7 @@ CHOSEN_BY = {
     "block_sparse_attention": "block_sparse_attention",
     "packed attention": "block_sparse_attention",
     "window_attention": "block_sparse_attention",
+    "selected_attention": "selected_attention",
     "sparse_attn": "sparse_attn",
     "sdd": "sdd",
     "dsd": "dsd",

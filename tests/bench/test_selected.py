@@ -104,8 +104,8 @@ def test_a_mask_that_takes_too_much_memory_is_named(measure, monkeypatch):
 
 def test_a_cpu_has_cases_of_a_quarter_of_the_blocks_at_most():
     small = {case.small().name: case.small() for case in selected.TABLE}
-    assert list(small) == ["msa-2k", "msa-random-2k", "nsa-2k", "nsa-random-2k", "encoder-2k"]
-    assert [(case.heads, case.groups, case.top) for case in small.values()] == [(4, 1, 4)] * 2 + [(4, 1, 8)] * 2 + [
-        (4, 4, 8)
-    ]
+    names = "msa-2k", "msa-random-2k", "nsa-2k", "nsa-random-2k", "encoder-2k", "moba-2k", "moba-64-2k"
+    sizes = [(4, 1, 128, 4)] * 2 + [(4, 1, 64, 8)] * 2 + [(4, 4, 64, 8)] + [(4, 4, 128, 3)] * 2
+    assert tuple(small) == names
+    assert [(case.heads, case.groups, case.block, case.top) for case in small.values()] == sizes
     assert all(case.seq_len == 2048 for case in small.values())

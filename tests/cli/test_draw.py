@@ -2,9 +2,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from layout_pages import data_of
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+import ds_sparse
 from ds_sparse.cli import main
+from ds_sparse.drawing import draw
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -61,3 +65,71 @@ def test_a_page_of_one_head_and_one_layer_has_these_alone(tmp_path):
     assert main(["draw", str(file), "--seq", "128", "--layer", "4", "--head", "3", "--out", str(out)]) == 0
     (sheet,) = data_of(out)["sheets"]
     assert [head["name"] for head in sheet["heads"]] == ["head 3"] and sheet["about"]["mode"] == "bslongformer"
+
+
+@pytest.fixture
+def checkpoints(tmp_path, monkeypatch, capsys):
+    """Folders with a dense decoder, and one that has learned to choose, with a text and a block beside them."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=16, max_position_embeddings=256,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained("dense")
+    config.sparse_attention = {"mode": "indexer", "block": 16, "num_chosen_blocks": 2, "index_dim": 8}
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ds_sparse")
+    model.save_pretrained("indexer")
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, **{c: i for i, c in enumerate("abcdefghij", 1)}}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    for name in ("dense", "indexer"):
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(name)
+    Path("text.txt").write_text("abcdefghij" * 9)
+    block = {"mode": "moba", "block": 16, "num_chosen_blocks": 2, "layers": {"1": None}}
+    Path("moba.json").write_text(json.dumps({"sparse_attention": block}))
+    Path("fixed.json").write_text(json.dumps({"sparse_attention": {"block": 16}}))
+    capsys.readouterr()
+    return model
+
+
+OF_TEXT = ["--text", "text.txt"]
+
+
+def test_what_layers_choose_for_a_text_is_drawn(checkpoints, capsys):
+    assert main(["draw", "moba.json", "--model", "dense", *OF_TEXT, "--seq", "64", "--head", "1"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0] == "layer 0:" and lines[1].startswith("head 1: 64 x 64 tokens, density ")
+    assert [line for line in lines if line.startswith("layer")] == ["layer 0:", "layer 2:"]
+    assert lines[2] == "█▄" and lines[9] == "█" * 15 + "▄", "the first block sees itself"
+    assert printed.err == ""
+
+
+def test_a_checkpoint_that_has_learned_to_choose_needs_no_file(checkpoints, capsys):
+    ids = torch.tensor([[*range(1, 11)] * 9])
+    with torch.no_grad(), ds_sparse.record_choices(checkpoints.eval()) as choices:
+        checkpoints(ids)
+    assert main(["draw", "--model", "indexer", *OF_TEXT, "--layer", "2"]) == 0
+    choice = choices["model.layers.2.self_attn.sparse_attention"]
+    assert capsys.readouterr().out == draw(choice.rows(), 1) + "\n"
+    assert main(["draw", "--model", "indexer", *OF_TEXT, "--out", "chosen.svg"]) == 0
+    assert sorted(path.name for path in Path().glob("*.svg")) == [f"chosen.layer-{n}.svg" for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "sentence"),
+    [
+        ([], 2, "ds_sparse draw: give a DeepSpeed JSON for its layout, or --model and --text"),
+        (["moba.json", *OF_TEXT], 2, "ds_sparse draw: give a DeepSpeed JSON"),
+        (["moba.json"], 1, "moba.json: mode moba has no layout: each call chooses its blocks; give --model and --text"),
+        (["fixed.json", "--model", "dense", *OF_TEXT], 1, "dense: none of its layers chooses blocks."),
+        (["--model", "indexer", "--text", "no.txt"], 1, "no.txt cannot be read: No such file"),
+        (["--model", "indexer", *OF_TEXT, "--layer", "3"], 1, "--layer 3: layers that choose are 0, 1 and 2."),
+        (["--model", "indexer", *OF_TEXT, "--head", "4"], 1, "--head 4: there are 4 heads, from 0 to 3."),
+        (["--model", "indexer", *OF_TEXT, "--out", "x.html"], 1, "A layout is drawn as .png or .svg, got 'x.html'."),
+        (["--model", "indxer", *OF_TEXT], 1, "indxer: no such folder"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(words, status, sentence, checkpoints, capsys):
+    assert main(["draw", *words]) == status
+    assert sentence in capsys.readouterr().err

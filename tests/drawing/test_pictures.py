@@ -29,6 +29,14 @@ def test_a_small_layout_is_drawn_exactly():
     ]
 
 
+def test_single_tokens_are_named_so():
+    assert draw(LIVE, 1).splitlines()[0::3] == [
+        "all heads: 3 x 3 tokens, density 55.6%",
+        "█ live pair, blank: no pair; rows are queries, columns keys",
+    ]
+    assert "one character = 4 x 2 pairs; ░ ▒ ▓ █ share of live pairs" in draw(LIVE, 1, columns=2)
+
+
 def test_long_names_of_equal_heads_fit_over_their_picture():
     odd = torch.stack([LIVE if head % 2 else LIVE.T for head in range(24)])
     odd[-4:] = LIVE

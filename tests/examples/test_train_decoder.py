@@ -55,6 +55,19 @@ def test_sparse_and_dense_learn_write_and_are_saved(workplace):
     assert torch.equal(sparse(tokens).logits, dense(tokens).logits)
 
 
+@pytest.mark.slow("trains two decoders")
+@pytest.mark.parametrize("mode", ["nsa", "indexer"])
+def test_a_shipped_json_trains_what_learns_to_choose_and_the_model_generates(workplace, mode):
+    config = json.loads((SCRIPT.parents[2] / "configs" / f"{mode}.json").read_text())
+    config["sparse_attention"]["block"] = 16
+    options = ("--max-steps", "5", "--generate", "40", "--output-dir", f"runs/{mode}")
+    ended = start(workplace, config, "--deepspeed_sparse_attention", *options)
+    assert ended.returncode == 0, ended.stderr
+    assert "sparse attention is on in 2 of 2 attention layers" in ended.stdout
+    assert re.search(r"held-out loss [\d.]+ nats a byte after 5 steps", ended.stdout)
+    assert len(re.search(r"What sparse writes after it:\n(.*?)\nModels", ended.stdout, re.DOTALL)[1]) >= 20
+
+
 @pytest.mark.slow("starts the script for five seconds")
 def test_what_it_does_not_train_with_ends_in_a_sentence(workplace):
     ended = start(workplace, JSON | {"fp16": {"enabled": True}}, "--generate", "0")

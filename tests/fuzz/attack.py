@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from . import blocks, pairs, selections, windows
+from . import blocks, choosing, pairs, selections, windows
 from .cases import Case, Draw
 from .compare import Outcome, check
 from .spoilt import planted
 
-OPERATIONS = blocks.OPERATIONS | windows.OPERATIONS | pairs.OPERATIONS | selections.OPERATIONS
+OPERATIONS = blocks.OPERATIONS | windows.OPERATIONS | pairs.OPERATIONS | selections.OPERATIONS | choosing.OPERATIONS
 SHARES = {
     "block_sparse_attention": 6, "attention at an offset": 4, "packed attention": 3, "MatMul": 3, "Softmax": 3,
     "window_attention": 4, "sparse_attn": 3, "selected_attention": 4, "topk_attention": 3,

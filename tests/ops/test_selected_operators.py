@@ -41,10 +41,14 @@ class Given:
         bits = ops.index_bits(self.chosen) if self.chosen.numel() else self.chosen.new_zeros(*self.chosen.shape[:2], 4)
         return self.key_bias, bits.byte(), offsets, 0 if offsets is not None else self.offset
 
+    @property
+    def most(self) -> int:
+        return self.chosen.shape[2]
+
     def forward(self) -> tuple[torch.Tensor, ...]:
         return ops.selected_attention_forward(
-            self.query, self.key, self.value, *self.arguments(), *[None] * 4, self.heads, self.block, 64, self.scale,
-            self.causal, "cpu",
+            self.query, self.key, self.value, *self.arguments(), *[None] * 4, self.heads, self.most, self.block, 64,
+            self.scale, self.causal, "cpu",
         )  # fmt: skip
 
     def backward(
@@ -52,7 +56,7 @@ class Given:
     ) -> tuple[torch.Tensor, ...]:
         return ops.selected_attention_backward(
             grad, grad_lse, self.query, self.key, self.value, output, rows, *self.arguments(), *[None] * 8, self.heads,
-            self.block, 64, self.scale, self.causal, True, "cpu",
+            self.most, self.block, 64, self.scale, self.causal, True, "cpu",
         )  # fmt: skip
 
     def upstream(self, *, with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -334,7 +338,7 @@ def test_what_does_not_fit_is_refused(sentence: str):
     query, keys = torch.zeros(2, 2, 37, 2, 16), torch.zeros(2, 1, 90, 16)
     arguments: dict[str, Any] = {
         "query": query, "key": keys, "value": keys, "key_bias": None, "bits": BITS, "offsets": None, "offset": 0,
-        "bits_heads": 1, "block": 16, "tile": 64, "scale": 1.0, "causal": True, "implementation": "cpu",
+        "bits_heads": 1, "most": 3, "block": 16, "tile": 64, "scale": 1.0, "causal": True, "implementation": "cpu",
     }  # fmt: skip
     tiles = {f"row_{name}": None for name in ("lines", "entries", "units", "cuts")}
     columns = {name.replace("row", "column"): None for name in tiles}

@@ -79,14 +79,11 @@ __global__ void add_shares_kernel(
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(
-    const AttentionCall& call, const AttentionResults& results, const TileTensors& rows, const TileTensors& columns,
-    bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor> attention_gradients(
+    const AttentionCall& call, const Tensor& grad_output, const std::function<RowsOfBackward(bool)>& make_rows,
+    const TileTensors& rows, const TileTensors& columns, bool deterministic) {
   const Tensor &query = call.query, &key = call.key, &value = call.value;
-  const Tensor &grad_output = results.grad_output, &output = results.output;
   const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), head_dim = call.head_dim();
-  check_alignment(grad_output, "grad_output");
-  check_alignment(output, "output");
   Tensor grad_query = empty_in_order_of(query);
   Tensor grad_key = empty_in_order_of(key);
   Tensor grad_value = empty_in_order_of(value);
@@ -100,8 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   const bool on_hopper = runs_on_hopper(launch, call);
   const bool in_one_sweep =
       on_hopper && !deterministic && !(call.chosen && chosen_take_two_sweeps(head_dim, call.block));
-  const auto [data_of_rows, row_stats, grad_query_sums] =
-      make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call), in_one_sweep);
+  const auto [data_of_rows, row_stats, grad_query_sums] = make_rows(in_one_sweep);
   StateOfPass state(launch, query);
   with_element<false>(query, "attention", [&](auto zero) {
     using T = decltype(zero);
@@ -179,6 +175,19 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   // In one sweep, gradients of queries are summed over the lists of keys.
   poison_rows(launch, call, lists_of(call, columns, false), call.keys(), {&grad_key, &grad_value}, {}, {&grad_query});
   return {grad_query, grad_key, grad_value};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const AttentionCall& call, const AttentionResults& results, const TileTensors& rows, const TileTensors& columns,
+    bool deterministic) {
+  const Tensor& grad_output = results.grad_output;
+  check_alignment(grad_output, "grad_output");
+  check_alignment(results.output, "output");
+  const auto make_rows = [&](bool with_sums) {
+    return make_row_stats(
+        Launcher(call.query), grad_output, results.grad_lse, results.output, results.rows, spans_of(call), with_sums);
+  };
+  return attention_gradients(call, grad_output, make_rows, rows, columns, deterministic);
 }
 
 }  // namespace ds_sparse::attention

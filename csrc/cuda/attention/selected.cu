@@ -5,11 +5,14 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "../../selected.h"
+#include "gathered_rows.h"
 #include "passes.h"
-#include "tuning.h"
 
 namespace ds_sparse::attention {
 namespace {
@@ -40,13 +43,137 @@ TileTensors tiles_of(
   return {*lines, *entries, *units, *cuts};
 }
 
+// A call whose heads choose alone, on rows that are gathered by block.
+class GatheredCall {
+ public:
+  GatheredCall(const SelectedCall& given, int64_t most, int64_t tile, const std::string& implementation)
+      : given_(given),
+        query_(torch::stable::select(given.query, 3, 0)),
+        launch_(given.query),
+        implementation_(implementation),
+        tile_(tile) {
+    given.check_all(tile);
+    check(
+        given.rows_of_token() == 1 && given.block >= kLeastUnit && !given.offsets && given.offset == 0,
+        "tiles have to be given for ", given.rows_of_token(), " rows a token, blocks of ", given.block,
+        ", or queries that do not begin at position 0.");
+    check(most > 0, "most has to be 1 or more, got ", most, ".");
+    all_ = {
+        chosen_blocks_of(call_of(given, tile, implementation)),
+        static_cast<int>(given.tokens()),
+        static_cast<int>(given.keys()),
+        static_cast<int>(std::min<int64_t>(given.block, kHopperBlockM)),
+        static_cast<int>(most),
+        given.causal};
+  }
+
+  std::tuple<Tensor, Tensor, Tensor> forward() const {
+    const int64_t batch = given_.batch(), heads = given_.heads(), tokens = given_.tokens();
+    Tensor output = empty_in_order_of(query_), lse = empty_on(query_, {batch, heads, tokens}, ScalarType::Float);
+    Tensor row_sums = empty_on(query_, {batch, heads, tokens, 2}, ScalarType::Float);
+    for (const GatheredHeads& heads : heads_to_gather(all_, query_, given_.key.size(1))) {
+      const GatheredRows rows = gather_chosen(launch_, all_, heads, query_, tile_, false);
+      const Operands x(*this, rows.lists);
+      const auto [of_rows, of_lse, sums] = attention_forward(call_on(x, rows.lists), tiles_in(rows, 0));
+      combine_rows(launch_, rows.lists, of_rows, sums, output, lse, row_sums);
+    }
+    return {torch::stable::unsqueeze(output, 3), of_tokens(lse, given_), of_tokens(row_sums, given_)};
+  }
+
+  std::tuple<Tensor, Tensor, Tensor> backward(
+      const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output, const Tensor& rows,
+      bool deterministic) const {
+    const Tensor grads = torch::stable::select(grad_output, 3, 0);
+    check_alignment(output, "output");
+    const RowsOfBackward stats = make_row_stats(
+        launch_, grads, grad_lse, torch::stable::select(output, 3, 0), rows, BlockSpans{nullptr, log2_of(all_.unit)});
+    Tensor grad_query = empty_in_order_of(query_), grad_key, grad_value;
+    const std::vector<GatheredHeads> parts = heads_to_gather(all_, query_, given_.key.size(1));
+    if (parts.size() > 1) {
+      grad_key = empty_in_order_of(given_.key);
+      grad_value = empty_in_order_of(given_.value);
+    }
+    for (const GatheredHeads& heads : parts) {
+      const GatheredRows made = gather_chosen(launch_, all_, heads, query_, tile_, true);
+      const Operands x(*this, made.lists);
+      const Tensor of_output = gather_rows(launch_, made.lists, grads);
+      const auto stats_of_rows = [&](bool with_sums) {
+        return gather_row_stats(launch_, made.lists, stats, given_.heads(), given_.head_dim(), with_sums);
+      };
+      auto [of_query, of_key, of_value] = attention_gradients(
+          call_on(x, made.lists), of_output, stats_of_rows, tiles_in(made, 0), tiles_in(made, 4), deterministic);
+      add_rows(launch_, made.lists, of_query, grad_query);
+      if (parts.size() == 1) {
+        grad_key = of_key;
+        grad_value = of_value;
+      } else {
+        Tensor some_keys = keys_of(grad_key, heads), some_values = keys_of(grad_value, heads);
+        torch::stable::copy_(some_keys, of_key);
+        torch::stable::copy_(some_values, of_value);
+      }
+    }
+    return {torch::stable::unsqueeze(grad_query, 3), grad_key, grad_value};
+  }
+
+ private:
+  static constexpr int64_t kLeastUnit = 64;
+
+  // Rows of queries, and the keys and values of their heads.
+  struct Operands {
+    Tensor query, key, value;
+    std::optional<Tensor> key_bias;
+
+    Operands(const GatheredCall& call, const GatheredLists& lists)
+        : query(gather_rows(call.launch_, lists, call.query_)),
+          key(call.keys_of(call.given_.key, lists.of)),
+          value(call.keys_of(call.given_.value, lists.of)),
+          key_bias(call.given_.key_bias) {
+      if (key_bias && key_bias->size(0) > 1) {
+        key_bias = torch::stable::narrow(*key_bias, 0, lists.of.first_batch, lists.of.batches);
+      }
+    }
+  };
+
+  static TileTensors tiles_in(const GatheredRows& rows, int first) {
+    const std::vector<Tensor>& tiles = rows.tiles;
+    return {tiles[first], tiles[first + 1], tiles[first + 2], tiles[first + 3]};
+  }
+
+  AttentionCall call_on(const Operands& x, const GatheredLists& lists) const {
+    AttentionCall call{x.query,       x.key,     x.value,         lists.of.heads / lists.heads_of_list,
+                       all_.unit,     tile_,     implementation_, given_.scale,
+                       given_.causal, x.key_bias};
+    call.bounded = call.fits = true;
+    call.by_sequence = lists.lists_of_sequence > 0;
+    return call;
+  }
+
+  Tensor keys_of(const Tensor& x, const GatheredHeads& heads) const {
+    const int64_t group = given_.heads() / x.size(1);
+    if (heads.batches == x.size(0) && heads.heads == given_.heads()) return x;
+    Tensor all = x;
+    Tensor sequences = torch::stable::narrow(all, 0, heads.first_batch, heads.batches);
+    return torch::stable::narrow(sequences, 1, heads.first_head / group, heads.heads / group);
+  }
+
+  const SelectedCall& given_;
+  Tensor query_;
+  Launcher launch_;
+  const std::string& implementation_;
+  int64_t tile_;
+  ChosenToGather all_;
+};
+
 std::tuple<Tensor, Tensor, Tensor> selected_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_bias,
     const Tensor& bits, const std::optional<Tensor>& offsets, int64_t offset, const std::optional<Tensor>& row_lines,
     const std::optional<Tensor>& row_entries, const std::optional<Tensor>& row_units,
-    const std::optional<Tensor>& row_cuts, int64_t bits_heads, int64_t block, int64_t tile, double scale, bool causal,
-    const std::string& implementation) {
+    const std::optional<Tensor>& row_cuts, int64_t bits_heads, int64_t most, int64_t block, int64_t tile, double scale,
+    bool causal, const std::string& implementation) {
   const SelectedCall given{query, key, value, key_bias, bits, offsets, offset, bits_heads, block, scale, causal};
+  if (!row_lines && query.numel() > 0) {
+    return GatheredCall(given, most, tile, implementation).forward();
+  }
   const AttentionCall call = call_of(given, tile, implementation);
   const TileTensors rows = tiles_of(row_lines, row_entries, row_units, row_cuts, "row");
   check_row_tiles(call, rows);
@@ -61,9 +188,14 @@ std::tuple<Tensor, Tensor, Tensor> selected_backward(
     const std::optional<Tensor>& row_entries, const std::optional<Tensor>& row_units,
     const std::optional<Tensor>& row_cuts, const std::optional<Tensor>& column_lines,
     const std::optional<Tensor>& column_entries, const std::optional<Tensor>& column_units,
-    const std::optional<Tensor>& column_cuts, int64_t bits_heads, int64_t block, int64_t tile, double scale,
-    bool causal, bool deterministic, const std::string& implementation) {
+    const std::optional<Tensor>& column_cuts, int64_t bits_heads, int64_t most, int64_t block, int64_t tile,
+    double scale, bool causal, bool deterministic, const std::string& implementation) {
   const SelectedCall given{query, key, value, key_bias, bits, offsets, offset, bits_heads, block, scale, causal};
+  if (!row_lines && query.numel() > 0) {
+    const GatheredCall gathered(given, most, tile, implementation);
+    given.check_results(grad_output, grad_lse, output, rows);
+    return gathered.backward(grad_output, grad_lse, output, rows, deterministic);
+  }
   const AttentionCall call = call_of(given, tile, implementation);
   given.check_results(grad_output, grad_lse, output, rows);
   const TileTensors row_tiles = tiles_of(row_lines, row_entries, row_units, row_cuts, "row");

@@ -3,8 +3,8 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "../../index.h"
 #include "../common/launch.h"
+#include "build.h"
 #include "tuning.h"
 
 namespace ds_sparse::index {
@@ -562,6 +562,8 @@ dim3 grid_of(int64_t items, int64_t heads, int number) {
       static_cast<unsigned>(std::min<int64_t>(heads, 65535)), static_cast<unsigned>(number)};
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> index_plan(
     const Tensor& bits, int64_t columns, int64_t block, const std::vector<int64_t>& tiles, bool of_rows,
     bool of_columns, bool bounded, std::optional<int64_t> row_block) {
@@ -622,7 +624,6 @@ std::vector<Tensor> index_fill(
   return made;
 }
 
-}  // namespace
 }  // namespace ds_sparse::index
 
 STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {

@@ -1,5 +1,5 @@
 """Checkpoints of Transformers as folders, and what is made of them: `adapt`, one for longer sequences; `convert`, of a
-Longformer, BigBird or LED one of RoBERTa, BERT or BART."""
+Longformer, BigBird or LED one of RoBERTa, BERT or BART; `choices_of`, what their layers choose for a text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
@@ -19,9 +20,13 @@ from ...models.position_table import base_model, kind_without_table, position_ta
 from ...models.report import SparsifyReport
 from ...models.sparse_attention_utils import SparseAttentionUtils
 from ...models.sparsify import sparsify
+from ...modules.choices import Choice, record_choices
+from ...modules.chosen_attention import LEARNED
 from ...sparsity import SparsityConfig
 from ...tools.ranks import say
-from ...tools.wording import reason
+from ...tools.wording import BLOCK_KEY, reason
+from ..transformers_family import NAME
+from .binding import number_of
 from .converters import CONVERTERS
 
 _MODULES = "modules.json"
@@ -124,6 +129,41 @@ def convert(
     return report
 
 
+def choices_of(
+    model: str | os.PathLike[str], text: str, tokens: int, block: Mapping[str, Any] | None = None
+) -> dict[int, Choice]:
+    """The blocks that the layers of a checkpoint choose for a text, by the layer's number: what `ds_sparse draw` draws.
+
+    Args:
+        model: the folder of a checkpoint of Transformers, or its name in the hub's cache; nothing is downloaded.
+        tokens: of the text no more than these, from its beginning.
+        block: keys of the JSON block, in the place of those that the checkpoint's config has.
+
+    Raises:
+        ValueError: no such model, one without a tokenizer or whose layers choose nothing; a text without a token.
+    """
+    folder = _folder_of(model)
+    config = _config(folder)
+    if block is not None:
+        setattr(config, BLOCK_KEY, dict(block))
+    loaded, tokenizer = _load(folder, config=config, attn_implementation=NAME)
+    limit = min(tokens, tokenizer.model_max_length)
+    ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)["input_ids"].long()
+    if ids.numel() == 0:
+        raise ValueError("The text has no token; give a longer one.")
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded.to(device)
+    with torch.no_grad(), record_choices(loaded) as choices:
+        loaded(ids.to(device))
+    if not choices:
+        raise ValueError(
+            f"{folder}: none of its layers chooses blocks. Give a file with mode moba, nsa or indexer; of a layout "
+            "leave the model out."
+        )
+    layers = {name: loaded.get_submodule(name.removesuffix(f".{LEARNED}")) for name in choices}
+    return {number_of(layers[name]): choice for name, choice in choices.items()}
+
+
 def _make_room(model: PreTrainedModel, max_position: int) -> None:
     """Extends the positions of a model, in whatever way it has them, and says how.
 
@@ -174,8 +214,11 @@ def _folder_of(model: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _load(folder: Path) -> tuple[PreTrainedModel, Any]:
+def _load(folder: Path, **options: Any) -> tuple[PreTrainedModel, Any]:
     """The model, by the class that its config names, and the tokenizer. What the weights lack or have besides is said.
+
+    Args:
+        options: of `from_pretrained`.
 
     Raises:
         ValueError: a config, a model or a tokenizer that this Transformers cannot load, no tokenizer.
@@ -183,7 +226,7 @@ def _load(folder: Path) -> tuple[PreTrainedModel, Any]:
     cls = _class_of(folder)
     tokenizer = _tokenizer(folder)
     try:
-        model, found = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+        model, found = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
     except Exception as error:  # each format of weights has errors of its own
         raise ValueError(f"{folder}: its weights cannot be loaded: {_line(error)}") from error
     if found["missing_keys"]:
@@ -245,18 +288,21 @@ def _tokenizer(folder: Path) -> Any:
     vocabulary = set(tokenizer.vocab_files_names.values())
     if vocabulary and not any((folder / name).is_file() for name in vocabulary | {"tokenizer.json"}):
         raise ValueError(
-            f"{folder}: it has no tokenizer ({', '.join(sorted(vocabulary | {'tokenizer.json'}))}), whose longest "
-            "sequence is to be extended with the model; add that of the model to the folder."
+            f"{folder}: it has no tokenizer ({', '.join(sorted(vocabulary | {'tokenizer.json'}))}); add that of the "
+            "model to the folder."
         )
     return tokenizer
 
 
-def _class_of(folder: Path) -> Any:
+def _config(folder: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder}: its config.json cannot be read: {_line(error)}") from error
-    names = getattr(config, "architectures", None)
+
+
+def _class_of(folder: Path) -> Any:
+    names = getattr(_config(folder), "architectures", None)
     if not names:
         return AutoModel
     if not hasattr(transformers, names[0]):
