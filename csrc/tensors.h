@@ -53,6 +53,37 @@ inline Tensor empty_in_order_of(const Tensor& x) {
   return empty_strided_on(x, sizes, strides.data(), x.scalar_type());
 }
 
+// The same memory with other sizes and strides.
+inline Tensor view_of(const Tensor& x, Sizes sizes, const int64_t* strides) {
+  int64_t offset = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      x.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides, offset, &made));
+  return Tensor(made);
+}
+
+// Without a dimension, of one number.
+inline Tensor squeezed(const Tensor& x, int64_t at) {
+  std::array<int64_t, 5> sizes, strides;
+  for (int64_t dim = 0, to = 0; dim < x.dim(); ++dim) {
+    if (dim == at) continue;
+    sizes[to] = x.size(dim);
+    strides[to++] = x.stride(dim);
+  }
+  return view_of(x, {sizes.data(), static_cast<size_t>(x.dim() - 1)}, strides.data());
+}
+
+// With one more dimension, of one number.
+inline Tensor unsqueezed(const Tensor& x, int64_t at) {
+  std::array<int64_t, 6> sizes, strides;
+  for (int64_t dim = 0; dim <= x.dim(); ++dim) {
+    sizes[dim] = dim == at ? 1 : x.size(dim - (dim > at));
+    strides[dim] = dim == at ? 1 : x.stride(dim - (dim > at));
+  }
+  return view_of(x, {sizes.data(), static_cast<size_t>(x.dim() + 1)}, strides.data());
+}
+
 // Of x, (B, H, tokens, rows of a token, D): whether all rows of a head are as far apart.
 inline bool has_even_rows(const Tensor& x) {
   return x.size(3) == 1 || x.size(2) <= 1 || x.stride(2) == x.size(3) * x.stride(3);

@@ -183,6 +183,56 @@ __global__ void layout_kernel(
   }
 }
 
+// The tiles of rows (index/tiles.py), whose lists are short and even: a thread each, `spaces` entries apart. Tiles that
+// have no rows are no work. begins: of scan_kernel.
+__global__ void __launch_bounds__(kGatherThreads) row_tiles_kernel(
+    const int32_t* of_units, const int32_t* begins, int32_t* lines, uint32_t* entries, int4* work, int units,
+    int own_units, int columns, int height, int spaces, int units_of_block, int key_units) {
+  const int list = blockIdx.y, lists = gridDim.y, tiles = (units + height - 1) / height;
+  const auto filled_of = [&](int of_list) {
+    return own_units / height + (begins[int64_t{of_list} * (columns + 1) + columns] + height - 1) / height;
+  };
+  int before = 0, all = 0;
+  for (int other = 0; other < lists; ++other) {
+    const int filled = filled_of(other);
+    before += other < list ? filled : 0;
+    all += filled;
+  }
+  const int filled = filled_of(list), empty_before = list * tiles - before;
+  for (int tile = blockIdx.x * kGatherThreads + threadIdx.x; tile < tiles; tile += gridDim.x * kGatherThreads) {
+    const int64_t number = int64_t{list} * tiles + tile, first = number * spaces;
+    int count = 0;
+    const auto add = [&](int block, uint32_t owners) {
+      entries[first + count++] = owners << kBlockBits | static_cast<uint32_t>(block);
+    };
+    int begin[2] = {}, end[2] = {};
+    for (int line = 0; line < height; ++line) {
+      const int unit = tile * height + line;
+      const bool is_own = unit < own_units;
+      const int block = unit >= units ? -1 : is_own ? unit / units_of_block : of_units[int64_t{list} * units + unit];
+      begin[line] = max(block, 0) * units_of_block;
+      end[line] = block < 0 ? 0 : min(is_own ? unit + 1 : begin[line] + units_of_block, key_units);
+      lines[number * height + line] = unit < units ? unit : -1;
+    }
+    // Two lines of a tile have one block each.
+    if (height == 2 && begin[0] == begin[1] && begin[0] < end[0] && begin[1] < end[1]) {
+      add(begin[0], 3);
+    } else {
+      for (int line = 0; line < height; ++line) {
+        for (int block = begin[line]; block < end[line]; ++block) {
+          add(block, 1u << line);
+        }
+      }
+    }
+    const int4 own{static_cast<int>(number), static_cast<int>(first), count, -1};
+    const bool has_rows = tile < filled;
+    work[has_rows ? before + tile : all + empty_before + tile - filled] = has_rows ? own : int4{-1, all, 0, 0};
+  }
+  if (blockIdx.x == 0 && list == 0 && threadIdx.x == 0) {
+    work[lists * tiles] = {-1, all, 0, 0};
+  }
+}
+
 // What of a matrix (rows, D) of 16 bytes each a thread has: kRunsOfThread of them, as far apart as a thread block has
 // threads.
 struct Runs {
@@ -412,20 +462,37 @@ GatheredRows gather_chosen(
        std::min(heads.heads, chosen.heads_of_bits), by_sequence ? static_cast<int>(of_sequence) : 0},
       tokens,
       space,
+      {},
       {}};
-  const int64_t key_units = ceil_div(all.keys, all.unit), words = ceil_div(key_units, 32),
-                of_block = (1 << chosen.log_block) / all.unit, count = lists * units * words;
+  const int64_t key_units = ceil_div(all.keys, all.unit), of_block = (1 << chosen.log_block) / all.unit,
+                height = std::max<int64_t>(1, tile / all.unit), spaces = std::max(height, of_block),
+                tiles = ceil_div(units, height), words = ceil_div(key_units, 32), count = lists * units * words;
+  const auto numbers = [&](Sizes sizes) { return empty_on(on, sizes, ScalarType::Int); };
+  made.row_tiles = {
+      numbers({lists * tiles * height}), numbers({lists * tiles * spaces}), numbers({lists * tiles + 1, 4}),
+      numbers({0, 3})};
+  launch.on_grid(
+      row_tiles_kernel, {static_cast<unsigned>(ceil_div(tiles, kGatherThreads)), static_cast<unsigned>(lists)},
+      kGatherThreads, static_cast<const int32_t*>(of_units), static_cast<const int32_t*>(begins),
+      made.row_tiles[0].mutable_data_ptr<int32_t>(),
+      reinterpret_cast<uint32_t*>(made.row_tiles[1].mutable_data_ptr<int32_t>()),
+      reinterpret_cast<int4*>(made.row_tiles[2].mutable_data_ptr<int32_t>()), static_cast<int>(units),
+      static_cast<int>(own_units), static_cast<int>(columns), static_cast<int>(height), static_cast<int>(spaces),
+      static_cast<int>(of_block), static_cast<int>(key_units));
+  if (!with_columns) {
+    return made;
+  }
   Tensor layout = empty_on(on, {lists, units, 4 * words}, ScalarType::Byte);
   launch(
       layout_kernel, std::min<int64_t>(ceil_div(count, kGatherThreads), 1 << 16), kGatherThreads,
       static_cast<const int32_t*>(of_units), static_cast<uint32_t*>(layout.mutable_data_ptr()), count,
       static_cast<int>(units), static_cast<int>(own_units), static_cast<int>(words), static_cast<int>(of_block),
       static_cast<int>(key_units));
-  const auto [memory, numbers] =
-      index::index_plan(layout, key_units, all.unit, {tile}, true, with_columns, true, all.unit);
-  made.tiles = index::index_fill(
-      layout, memory, numbers, key_units, all.unit, {tile}, true, with_columns, true, lists, {lists * units * of_block},
-      {}, all.unit);
+  const auto [memory, counts_of_tiles] =
+      index::index_plan(layout, key_units, all.unit, {tile}, false, true, true, all.unit);
+  made.column_tiles = index::index_fill(
+      layout, memory, counts_of_tiles, key_units, all.unit, {tile}, false, true, true, lists,
+      {lists * units * of_block}, {}, all.unit);
   return made;
 }
 

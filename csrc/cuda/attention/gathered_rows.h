@@ -34,11 +34,11 @@ struct GatheredLists {
   }
 };
 
-// Those, what holds them, and the tiles that attention on the rows walks, of rows and then of columns.
+// Those, what holds them, and the tiles that attention on the rows walks.
 struct GatheredRows {
   GatheredLists lists;
   Tensor of_tokens, of_units;
-  std::vector<Tensor> tiles;
+  std::vector<Tensor> row_tiles, column_tiles;
 };
 
 // The blocks that queries have chosen. Rows are in units of as many tokens as blocks have that attention is told of.

@@ -48,7 +48,7 @@ class GatheredCall {
  public:
   GatheredCall(const SelectedCall& given, int64_t most, int64_t tile, const std::string& implementation)
       : given_(given),
-        query_(torch::stable::select(given.query, 3, 0)),
+        query_(squeezed(given.query, 3)),
         launch_(given.query),
         implementation_(implementation),
         tile_(tile) {
@@ -74,19 +74,19 @@ class GatheredCall {
     for (const GatheredHeads& heads : heads_to_gather(all_, query_, given_.key.size(1))) {
       const GatheredRows rows = gather_chosen(launch_, all_, heads, query_, tile_, false);
       const Operands x(*this, rows.lists);
-      const auto [of_rows, of_lse, sums] = attention_forward(call_on(x, rows.lists), tiles_in(rows, 0));
+      const auto [of_rows, of_lse, sums] = attention_forward(call_on(x, rows.lists), tiles_in(rows.row_tiles));
       combine_rows(launch_, rows.lists, of_rows, sums, output, lse, row_sums);
     }
-    return {torch::stable::unsqueeze(output, 3), of_tokens(lse, given_), of_tokens(row_sums, given_)};
+    return {unsqueezed(output, 3), unsqueezed(lse, 3), unsqueezed(row_sums, 3)};
   }
 
   std::tuple<Tensor, Tensor, Tensor> backward(
       const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output, const Tensor& rows,
       bool deterministic) const {
-    const Tensor grads = torch::stable::select(grad_output, 3, 0);
+    const Tensor grads = squeezed(grad_output, 3);
     check_alignment(output, "output");
-    const RowsOfBackward stats = make_row_stats(
-        launch_, grads, grad_lse, torch::stable::select(output, 3, 0), rows, BlockSpans{nullptr, log2_of(all_.unit)});
+    const RowsOfBackward stats =
+        make_row_stats(launch_, grads, grad_lse, squeezed(output, 3), rows, BlockSpans{nullptr, log2_of(all_.unit)});
     Tensor grad_query = empty_in_order_of(query_), grad_key, grad_value;
     const std::vector<GatheredHeads> parts = heads_to_gather(all_, query_, given_.key.size(1));
     if (parts.size() > 1) {
@@ -101,7 +101,8 @@ class GatheredCall {
         return gather_row_stats(launch_, made.lists, stats, given_.heads(), given_.head_dim(), with_sums);
       };
       auto [of_query, of_key, of_value] = attention_gradients(
-          call_on(x, made.lists), of_output, stats_of_rows, tiles_in(made, 0), tiles_in(made, 4), deterministic);
+          call_on(x, made.lists), of_output, stats_of_rows, tiles_in(made.row_tiles), tiles_in(made.column_tiles),
+          deterministic);
       add_rows(launch_, made.lists, of_query, grad_query);
       if (parts.size() == 1) {
         grad_key = of_key;
@@ -112,7 +113,7 @@ class GatheredCall {
         torch::stable::copy_(some_values, of_value);
       }
     }
-    return {torch::stable::unsqueeze(grad_query, 3), grad_key, grad_value};
+    return {unsqueezed(grad_query, 3), grad_key, grad_value};
   }
 
  private:
@@ -134,10 +135,7 @@ class GatheredCall {
     }
   };
 
-  static TileTensors tiles_in(const GatheredRows& rows, int first) {
-    const std::vector<Tensor>& tiles = rows.tiles;
-    return {tiles[first], tiles[first + 1], tiles[first + 2], tiles[first + 3]};
-  }
+  static TileTensors tiles_in(const std::vector<Tensor>& tiles) { return {tiles[0], tiles[1], tiles[2], tiles[3]}; }
 
   AttentionCall call_on(const Operands& x, const GatheredLists& lists) const {
     AttentionCall call{x.query,       x.key,     x.value,         lists.of.heads / lists.heads_of_list,

@@ -285,6 +285,40 @@ __global__ void __launch_bounds__(kWarps * 32) choose_kernel(const __grid_consta
   }
 }
 
+// A thread for each row, where there are few columns and many rows: what it has found, the largest first.
+template <int kMost>
+__global__ void __launch_bounds__(kWarps * 32) choose_few_kernel(const __grid_constant__ Choice p) {
+  const int64_t line = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (line >= p.lines) {
+    return;
+  }
+  const Row row(p, static_cast<int>(line));
+  uint32_t ranks[kMost] = {};
+  int columns[kMost];
+  for (int column = row.begin; column < row.end; ++column) {
+    const float score = row.score(column);
+    uint32_t rank = row.rank(p, column, row.sizes == nullptr ? score : row.of_mean(p, column, score));
+    int found = column;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (rank > ranks[i]) {  // of equal ones the first stays before
+        const uint32_t other = ranks[i];
+        const int its = columns[i];
+        ranks[i] = rank;
+        columns[i] = found;
+        rank = other;
+        found = its;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    if (i < p.k) {
+      p.chosen[line * p.k + i] = ranks[i] == 0 ? -1 : columns[i] - row.begin;
+    }
+  }
+}
+
 void check_numbers(
     const std::optional<Tensor>& x, int64_t dims, ScalarType type, const Tensor& scores, const char* name) {
   if (!x) {
@@ -392,6 +426,11 @@ Tensor choose_blocks(
       static_cast<int>(local),
       causal};
   const Launcher launch(scores);
+  if (columns <= kFewColumns && k <= kFew && lines >= kManyRows) {
+    const int64_t thread_blocks = (lines + kWarps * 32 - 1) / (kWarps * 32);
+    launch(k <= kFew / 2 ? choose_few_kernel<kFew / 2> : choose_few_kernel<kFew>, thread_blocks, kWarps * 32, choice);
+    return chosen;
+  }
   with_columns(columns, [&](auto of_lane) {
     constexpr int kOfLane = decltype(of_lane)::value;
     if constexpr (kOfLane > 0) {

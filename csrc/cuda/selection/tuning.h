@@ -9,6 +9,10 @@ namespace ds_sparse::selection {
 // Warps of a thread block that chooses, a row each.
 constexpr int kWarps = 8;
 
+// A thread chooses for a row where it chooses so few of so few columns, and there are so many rows.
+constexpr int kFew = 8, kFewColumns = 64;
+constexpr int64_t kManyRows = 1 << 14;
+
 // A row's best are found one by one up to so many; more, by the rank of the last of them.
 constexpr int kMostRounds = 16;
 
