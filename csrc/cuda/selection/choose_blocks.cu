@@ -43,7 +43,7 @@ struct Choice {
 __device__ __forceinline__ int floor_div(int x, int y) { return x / y - (x % y < 0); }
 
 __device__ __forceinline__ int as_position(int64_t x) {
-  return static_cast<int>(max(int64_t{INT32_MIN}, min(int64_t{kLastPosition}, x)));
+  return static_cast<int>(max(int64_t{INT32_MIN / 2}, min(int64_t{kLastPosition}, x)));
 }
 
 // What a row's columns have in common, the same in all lanes.
@@ -69,7 +69,7 @@ struct Row {
       first = as_position(position);
       last = as_position(min(position + p.query_block - 1, p.last_position));
     }
-    const int own = floor_div(first, p.block), last_block = floor_div(last, p.block);
+    const int own = floor_div(first, p.block), last_block = last == first ? own : floor_div(last, p.block);
     scores = p.scores + int64_t{line} * p.columns;
     sizes = p.sizes == nullptr ? nullptr : p.sizes + sequence * p.sizes_apart;
     counts = p.counts == nullptr ? nullptr : p.counts + sequence * p.counts_apart + int64_t{row} * p.columns;
@@ -87,7 +87,8 @@ struct Row {
     forced_end = begin + p.first;
     local_begin = own - p.local + 1;
     local_end = p.local == 0 ? local_begin : last_block + (p.causal ? 1 : p.local);
-    whole_end = sizes != nullptr && p.causal ? floor_div(first + 1, p.block) : p.columns;
+    // Its own block is whole where the first query is at its last key.
+    whole_end = sizes != nullptr && p.causal ? own + (first - own * p.block == p.block - 1) : p.columns;
     last_key = p.causal ? last : kLastPosition;
     queries = static_cast<float>(last - first + 1);
   }
