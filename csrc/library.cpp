@@ -300,7 +300,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor output, Tensor rows, Tensor? key_bias, Tensor bits, Tensor? offsets, SymInt offset, Tensor? row_lines, "
       "Tensor? row_entries, Tensor? row_units, Tensor? row_cuts, Tensor? column_lines, Tensor? column_entries, "
       "Tensor? column_units, Tensor? column_cuts, int bits_heads, SymInt most, int block, int tile, float scale, "
-      "bool causal, bool deterministic, str implementation) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "bool causal, bool deterministic, str implementation) -> (Tensor grad_query, Tensor grad_key, Tensor "
+      "grad_value)");
 
   // The largest product of each query with a key that it sees of each of the first C blocks of `block` keys, a multiple
   // of 8; -inf where it sees none. query (B, H, T, D), key (B, Hkv, S, D), fp16 or bf16, H a multiple of Hkv, D a

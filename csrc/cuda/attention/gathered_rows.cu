@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "../index/build.h"
+#include "../common/index_builder.h"
 
 namespace ds_sparse::attention {
 namespace {

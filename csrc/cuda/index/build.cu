@@ -3,8 +3,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "../common/index_builder.h"
 #include "../common/launch.h"
-#include "build.h"
 #include "tuning.h"
 
 namespace ds_sparse::index {

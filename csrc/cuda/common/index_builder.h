@@ -1,4 +1,4 @@
-// The builder of an index, as operators here call it: library.cpp.
+// The builder of an index (index/build.cu), as operators of CUDA call it: library.cpp.
 #pragma once
 
 #include <optional>
