@@ -55,11 +55,10 @@ inline Tensor empty_in_order_of(const Tensor& x) {
 
 // The same memory with other sizes and strides.
 inline Tensor view_of(const Tensor& x, Sizes sizes, const int64_t* strides) {
-  int64_t offset = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
   AtenTensorHandle made = nullptr;
+  constexpr int64_t behind = 0;  // where x begins
   TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-      x.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides, offset, &made));
+      x.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides, behind, &made));
   return Tensor(made);
 }
 
