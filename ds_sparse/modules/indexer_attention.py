@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from ..ops import select_blocks, selected_attention
 from ..ops._autograd import Function
+from ..ops.block_selection import checked_number
 from ..ops.operands import kept, wide_dtype
 from .choices import note
 from .learned_choice import LearnedChoice
@@ -82,13 +83,13 @@ class IndexerAttention(LearnedChoice):
         loss_weight: float | None = 1.0,
     ) -> None:
         super().__init__(num_heads, num_key_heads, head_dim, block, k, first, local)
-        index_heads = num_key_heads if index_heads is None else index_heads
+        index_heads = num_key_heads if index_heads is None else checked_number("index_heads", index_heads, 1)
         if index_heads not in (1, num_key_heads, num_heads):
             raise ValueError(
                 f"index_heads is {index_heads}; it has to be num_key_heads ({num_key_heads}), num_heads "
                 f"({num_heads}) or 1."
             )
-        _check_index_dim(1 if index_dim is None else index_dim, head_dim)
+        _check_index_dim(1 if index_dim is None else checked_number("index_dim", index_dim, 1), head_dim)
         is_number = isinstance(loss_weight, int | float) and not isinstance(loss_weight, bool)
         if loss_weight is not None and not (is_number and 0 < loss_weight < float("inf")):
             raise ValueError(f"loss_weight is {loss_weight!r}; it has to be a number above 0, or None.")

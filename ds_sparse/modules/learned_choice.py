@@ -6,6 +6,7 @@ import inspect
 
 from torch import Tensor, nn
 
+from ..index.transforms import refuse_samples
 from ..ops import check_inputs
 from ..ops.block_selection import check_counts, checked_number
 from ..tools.block_sizes import CHOSEN_BLOCK_SIZES
@@ -37,15 +38,17 @@ class LearnedChoice(nn.Module):
         self.block, self.k, self.first, self.local = block, k, first, local
 
     def check_operands(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raises TypeError for what is no tensor, ValueError for shapes that do not fit the module."""
+        """Raises TypeError for what is no tensor, ValueError for shapes that do not fit the module, and torch.vmap."""
         check_inputs(query=query, key=key, value=value)
+        refuse_samples(type(self).__name__, query, key, value)
         heads, key_heads, head_dim = self.num_heads, self.num_key_heads, self.head_dim
         fit = query.dim() == key.dim() == 4 and key.shape == value.shape and query.shape[0] == key.shape[0]
+        fit = fit and query.shape[2] > 0 and key.shape[2] > 0
         if not (fit and query.shape[1::2] == (heads, head_dim) and key.shape[1::2] == (key_heads, head_dim)):
             raise ValueError(
                 f"Shapes are query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; the "
                 f"module was built for query (batch, {heads}, tokens, {head_dim}), key and value (batch, {key_heads}, "
-                f"tokens, {head_dim})."
+                f"tokens, {head_dim}), of one token or more."
             )
 
     def extra_repr(self) -> str:

@@ -12,7 +12,7 @@ from ..ops import MatMul, Softmax, check_inputs
 from ..ops.operands import check_dropout, of_flash
 from ..ops.softmax import MASK_MODES, as_additive, of_first_head
 from ..sparsity import FixedSparsityConfig, SparsityConfig, adds_parameters
-from .chosen_attention import LEARNED, learned_attention
+from .chosen_attention import LEARNED, learned_attention, refuse_options
 from .structured_attention import StructuredAttention
 
 
@@ -62,7 +62,8 @@ class SparseSelfAttention(nn.Module):
     Raises:
         TypeError: sparsity_config is no such object.
         ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block,
-            `attention_dropout` outside of 0 to below 1, what the structure refuses.
+            `attention_dropout` outside of 0 to below 1, or above 0 where queries choose blocks and it is not computed,
+            what the structure refuses.
 
     Examples:
         >>> import torch
@@ -96,6 +97,7 @@ class SparseSelfAttention(nn.Module):
             if mode not in MASK_MODES:
                 raise ValueError(f"{name} is {mode!r}; it has to be 'add' or 'mul'.")
         check_dropout("attention_dropout", attention_dropout)
+        refuse_options(sparsity_config, dropout_p=attention_dropout)
         self.sparsity_config = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode

@@ -215,6 +215,6 @@ def test_a_causal_model_refuses_blocks_of_queries_at_the_door():
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
     )
     model = transformers.LlamaForCausalLM(config)
-    with pytest.raises(ValueError, match='LlamaAttention. is causal, and blocks of queries .* take selection "token"'):
+    with pytest.raises(ValueError, match='LlamaAttention. cannot be sparse. a causal layer, .* take selection "token"'):
         sparsify(model, {"mode": "moba", "selection": "block"})
     assert model.config._attn_implementation != "ds_sparse"
