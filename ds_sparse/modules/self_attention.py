@@ -58,6 +58,7 @@ class SparseSelfAttention(nn.Module):
         head_dim, num_key_heads: the size of heads, and how many key and value have, for a structure that adds
             parameters (modes "nsa" and "indexer"): the module `sparse_attention` has them. `num_key_heads` is that of
             query if it is not given.
+        learned_like: a module whose device, dtype and mode these parameters take.
 
     Raises:
         TypeError: sparsity_config is no such object.
@@ -91,6 +92,7 @@ class SparseSelfAttention(nn.Module):
         implementation: str = "fused",
         head_dim: int | None = None,
         num_key_heads: int | None = None,
+        learned_like: nn.Module | None = None,
     ):
         super().__init__()
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
@@ -108,7 +110,7 @@ class SparseSelfAttention(nn.Module):
         # A buffer without a tensor is what loaders find by its name, and what nothing moves, broadcasts or casts.
         self._buffers["master_layout"] = None
         if head_dim is not None:
-            self.add_learned(num_key_heads or self.sparsity_config.num_heads, head_dim)
+            self.add_learned(num_key_heads or self.sparsity_config.num_heads, head_dim, learned_like)
 
     def add_learned(self, num_key_heads: int, head_dim: int, like: nn.Module | None = None) -> None:
         """Makes the parameters of a structure that adds some, anew.
@@ -131,7 +133,7 @@ class SparseSelfAttention(nn.Module):
         # torch.export puts a tensor without values there while it traces.
         if given is not None and not torch.compiler.is_exporting():
             self._buffers["master_layout"] = None
-            if not given.is_meta:
+            if not given.is_meta and not self._attention.chooses:
                 self._attention.layout = given
         return self._attention
 
@@ -150,9 +152,13 @@ class SparseSelfAttention(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """`master_layout`: DeepSpeed asks each module for what to save. See the class about modules that contain it."""
-        layout = self.master_layout  # takes what a loader has put among the buffers
+        """`master_layout`, unless queries choose their blocks: DeepSpeed asks each module for what to save. See the
+        class about modules that contain it."""
+        attention = self.attention  # takes what a loader has put among the buffers
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if attention.chooses:
+            return
+        layout = attention.layout_buffer()
         yield f"{prefix}.master_layout" if prefix else "master_layout", layout
 
     @property

@@ -239,7 +239,7 @@ class SequenceParallelAttention:
     def _deal(self, call: AttentionCall, tokens: int) -> HeadDeal:
         """Deals heads to ranks, for a sequence of so many tokens; of packed documents by the longest."""
         attention, heads, key_heads = self._attention, call.query.shape[1], call.key.shape[1]
-        if not isinstance(attention, StructuredAttention):
+        if not isinstance(attention, StructuredAttention) or attention.chooses:  # all heads cost the same
             return self._dealt(None, 0, heads, key_heads, call.causal)
         layout = attention.covering(tokens)
         blocks = -(-tokens // layout.block)

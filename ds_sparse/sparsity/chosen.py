@@ -30,10 +30,6 @@ ForcedWindow = Annotated[
 ]
 
 
-def _not_cut(strict_causal: bool) -> str | None:
-    return "strict_causal cuts layouts, and here is none; set causal." if strict_causal else None
-
-
 def forced_fit(
     num_chosen_blocks: int, num_first_blocks: int, num_sliding_window_blocks: int, causal: bool
 ) -> str | None:
@@ -53,11 +49,13 @@ class ChosenSparsityConfig(SparsityConfig):
 
     block: ChosenBlock = 64
     different_layout_per_head: bool = Field(default=False, init=False)
+    seed: int | None = Field(default=None, init=False)
+    strict_causal: bool = Field(default=False, init=False)
     num_chosen_blocks: NumChosenBlocks = 8
     num_first_blocks: NumFirstBlocks = 0
     num_sliding_window_blocks: ForcedWindow = 1
 
-    rules: ClassVar[tuple[Rule, ...]] = (forced_fit, _not_cut)
+    rules: ClassVar[tuple[Rule, ...]] = (forced_fit,)
 
     adds_parameters: ClassVar[bool] = False
     """Tells if layers get a module with parameters that learn to choose."""

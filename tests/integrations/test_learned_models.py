@@ -212,6 +212,36 @@ def test_an_encoder_learns_by_an_indexer_and_not_by_nsa():
     assert all(x.grad is not None for x in learned(other).values())
 
 
+@pytest.mark.parametrize("block", [NSA, INDEXER, {"mode": "moba", "block": 16}], ids=["nsa", "indexer", "moba"])
+def test_a_model_that_asks_for_what_is_not_computed_is_refused_at_the_door(block: dict[str, Any]):
+    """Dropout of attention, relative positions, and sinks, which MoBA computes."""
+    model, sinks = llama(attention_dropout=0.1), block["mode"] != "moba"
+    with pytest.raises(
+        ValueError, match=r"layer model.layers.0.self_attn .* cannot be sparse. dropout of attention \(0.1\): "
+    ):
+        sparsify(model, block)
+    assert model.config._attn_implementation == "sdpa"
+    model.config.sparse_attention = block
+    with pytest.raises(ValueError, match=r"dropout of attention \(0.1\): "):
+        model.set_attn_implementation("ds_sparse")
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, dropout_rate=0.0
+    )
+    block = block | {"causal": block["mode"] == "nsa"}
+    with pytest.raises(ValueError, match=r"T5Attention\) cannot be sparse. rpe: .* take a structure with a layout"):
+        sparsify(transformers.T5EncoderModel(config), block)
+    config = transformers.GptOssConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=32, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"],
+    )  # fmt: skip
+    oss = transformers.GptOssForCausalLM(config)
+    if sinks:
+        with pytest.raises(ValueError, match=r"GptOssAttention\) cannot be sparse. sinks: "):
+            sparsify(oss, block)
+    else:
+        sparsify(oss, block)
+
+
 def test_layers_have_structures_of_their_own():
     model, ids = llama(), tokens()
     sparsify(model, {"mode": "fixed", "block": 16, "layers": {"1": INDEXER}})
