@@ -396,7 +396,7 @@ class _OfHeads(StructuredAttention):
         self.implementation, self.doubles = whole.implementation, whole.doubles
 
     @property
-    def _master(self) -> _Layout:  # type: ignore[override] # there it is made once
+    def _master(self) -> _Layout:
         return self._of(self._whole._master)
 
     def covering(self, seq_len: int) -> _Layout:
