@@ -166,6 +166,13 @@ def test_samples_of_vmap_belong_into_the_batch(structure: Any):
 
 
 @pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+def test_heads_that_are_too_large_are_not_sent_to_operations_of_layouts(structure: Any):
+    layer: Any = SparseSelfAttention(structure, max_seq_length=96, head_dim=300)
+    with pytest.raises(ValueError, match="Head size is 300; it has to be from 1 to 256. Of a layout, MatMul and"):
+        layer.attend(*[torch.zeros(1, 4, 32, 300)] * 3)
+
+
+@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
 def test_the_repr_has_the_sizes(structure: Any):
     layer: Any = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2)
     shown = repr(layer.sparse_attention)
