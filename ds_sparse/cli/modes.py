@@ -84,9 +84,10 @@ def read_mode(mode: str) -> Mode:
 
 
 def _say(modes: list[Mode], alone: bool) -> None:
-    """Keys that all modes have stand once, at the end, unless modes were asked for by name."""
+    """Keys that all modes have, or all with a layout, stand once, at the end, unless modes were asked for by name."""
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    common = [] if alone else [key for key in modes[0].keys if all(_same(modes[0], mode, key) for mode in modes)]
+    of_layouts = [] if alone else [mode for mode in modes if not _chooses(mode)]
+    common = [key for key in modes[0].keys if of_layouts and all(_same(modes[0], mode, key) for mode in of_layouts)]
     legends: dict[str, None] = {}
     for mode in modes:
         print(mode.mode)
@@ -95,12 +96,15 @@ def _say(modes: list[Mode], alone: bool) -> None:
         picture, legend = _picture(mode)
         print(textwrap.indent(picture, "  "))
         print()
-        own = {name: key for name, key in mode.keys.items() if name not in common}
+        own = {name: key for name, key in mode.keys.items() if name not in common or not _same(modes[0], mode, name)}
         _say_keys(own.items(), width)
         legends |= {legend: None} if legend else {}
-    if common:
-        print("keys of every mode")
-        _say_keys(((name, modes[0].keys[name]) for name in common), width)
+    of_all = [name for name in common if all(_same(modes[0], mode, name) for mode in modes)]
+    rest = [name for name in common if name not in of_all]
+    for title, names in (("keys of every mode with a layout", rest), ("keys of every mode", of_all)):
+        if names:
+            print(title)
+            _say_keys(((name, modes[0].keys[name]) for name in names), width)
     for legend in legends:
         print(f"pictures: {legend}")
 
@@ -115,6 +119,10 @@ def _say_keys(keys: Iterable[tuple[str, Key]], width: int) -> None:
     print()
 
 
+def _chooses(mode: Mode) -> bool:
+    return issubclass(sparsity_class(mode.mode), ChosenSparsityConfig)
+
+
 def _same(mode: Mode, other: Mode, key: str) -> bool:
     return key in other.keys and asdict(mode.keys[key]) == asdict(other.keys[key])
 
@@ -124,7 +132,7 @@ def _picture(mode: Mode) -> tuple[str, str]:
     from ..drawing import draw
     from ..sparsity.draws import random_numbers_kept
 
-    if issubclass(sparsity_class(mode.mode), ChosenSparsityConfig):
+    if _chooses(mode):
         return "No picture: each call chooses its blocks.", ""
     try:
         block = example_block(mode.mode)

@@ -94,7 +94,7 @@ class LayerStructures:
         if choice is None:
             return sparse_attention_block(structure)
         block = {"mode": choice.mode} | copy.deepcopy(choice.values)
-        return block if block["seed"] is not None else block | {"seed": value_of(structure, "seed")}
+        return block if block.get("seed", 0) is not None else block | {"seed": value_of(structure, "seed")}
 
 
 def parse_sparse_attention(

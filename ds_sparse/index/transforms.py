@@ -97,12 +97,26 @@ def unwrap_functorch(name: str, x: torch.Tensor, needs_values: bool = True) -> t
     if torch.compiler.is_compiling():
         # Nothing is made there.
         return x
-    while is_gradtrackingtensor(x):
-        x = get_unwrapped(x)
+    x = _ungraded(x)
     if is_batchedtensor(x):
         raise ValueError(f"{name} is another one for each sample of torch.vmap; give one for all, with in_dims None.")
     if needs_values:
         refuse_without_values(name, x)
+    return x
+
+
+def refuse_samples(who: str, *operands: torch.Tensor) -> None:
+    """Raises ValueError in torch.vmap, where what `who` chooses would be another for each sample."""
+    if not torch.compiler.is_compiling() and any(is_batchedtensor(_ungraded(x)) for x in operands):
+        raise ValueError(
+            f"{who} is called under torch.vmap, and would choose other blocks for each sample; put samples into the "
+            "batch."
+        )
+
+
+def _ungraded(x: torch.Tensor) -> torch.Tensor:
+    while is_gradtrackingtensor(x):
+        x = get_unwrapped(x)
     return x
 
 

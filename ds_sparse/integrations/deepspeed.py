@@ -429,6 +429,6 @@ def _drawn_seed(structures: LayerStructures, config: Any) -> int | None:
     """The seed that was drawn where the JSON has none, from the block that was written to a config."""
     written = getattr(config, BLOCK_KEY, None) or {}
     entries = layer_entries(written)
-    without = [key for key, choice in structures.choices.items() if choice.values["seed"] is None]
+    without = [key for key, choice in structures.choices.items() if choice.values.get("seed", 0) is None]
     parts = [written if key is None else entries.get(key) or {} for key in without]
     return next((part["seed"] for part in parts if part.get("seed") is not None), None)

@@ -77,20 +77,17 @@ class BertSparseSelfAttention(nn.Module):
             max_seq_length=max_seq_length,
             attention_dropout=getattr(config, "attention_probs_dropout_prob", 0.0),
             head_dim=self.attention_head_size,
+            learned_like=projections_of,
         )
         if projections_of is not None:
-            self._learn_like(projections_of)
             self.train(projections_of.training)
 
     def with_projections_of(self, dense: nn.Module) -> BertSparseSelfAttention:
         """A copy that shares this layer's layout, and uses `query`, `key`, `value` and the mode of another layer."""
         shared = {id(getattr(self, name)): getattr(dense, name) for name in ("query", "key", "value")}
         made = copy.deepcopy(self, shared).train(dense.training)
-        made._learn_like(dense)
+        made.sparse_self_attention.add_learned(self.num_attention_heads, self.attention_head_size, dense)
         return made
-
-    def _learn_like(self, dense: nn.Module) -> None:
-        self.sparse_self_attention.add_learned(self.num_attention_heads, self.attention_head_size, dense)
 
     def transpose_for_scores(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, hidden) -> (B, H, T, D), a view."""

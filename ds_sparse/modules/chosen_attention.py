@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..index import BlockIndex
+from ..index.transforms import refuse_samples
 from ..layout import is_distributed
 from ..ops import block_sparse_attention, select_blocks, selected_attention
 from ..ops.operands import check_bias
@@ -107,31 +108,17 @@ def chosen_attention(
             not there cannot count in a choice.
 
     Raises:
-        ValueError: an option that is not computed here; no module for a structure that adds parameters.
+        ValueError: an option that is not computed here; no module for a structure that adds parameters; torch.vmap.
     """
-    by_blocks = isinstance(structure, MobaSparsityConfig) and structure.selection == "block"
-    other = "leave it out, or take a structure with a layout"
-    refused = [(name, other) for name in _NOT_COMPUTED if more.get(name) is not None]
-    if document_layout != "own":
-        refused.append((f"document_layout={document_layout!r}", "leave it out"))
-    if by_blocks:
-        rows = {"query_offset, as of cached keys": query_offset, "cu_seqlens of packed documents": cu_seqlens}
-        refused += [(name, 'take selection "token"') for name, x in rows.items() if x is not None]
-        if causal:
-            refused.append(("a causal layer, whose tokens would choose by those after them", 'take selection "token"'))
-    elif dropout_p:
-        or_blocks = ', or take selection "block"' if isinstance(structure, MobaSparsityConfig) else ""
-        refused.append((f"dropout of attention ({dropout_p})", f"set it to 0{or_blocks}"))
-    if structure.adds_parameters and sinks is not None:
-        refused.append(("sinks", other))
-    if refused:
-        (what, instead), who = refused[0], type(structure).__name__
-        who += f' with selection "{structure.selection}"' if isinstance(structure, MobaSparsityConfig) else ""
-        raise ValueError(f"{what}: {who} does not compute it; {instead}.")
+    refuse_options(
+        structure, causal=causal, dropout_p=dropout_p, sinks=sinks, query_offset=query_offset, cu_seqlens=cu_seqlens,
+        document_layout=document_layout, **more,
+    )  # fmt: skip
+    refuse_samples(type(structure).__name__, query, key)
     if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
         check_bias("key_padding_mask", key_padding_mask, query, (query.shape[0], key.shape[2]), (2,))
         key_padding_mask = key_padding_mask.detach() > PADDING_BELOW
-    if by_blocks:
+    if _by_blocks(structure):
         return _of_query_blocks(
             structure, query, key, value, key_padding_mask, dropout_p=dropout_p, scale=scale, sinks=sinks
         )
@@ -152,6 +139,48 @@ def chosen_attention(
     return learned(query, key, value, scale=scale, **how)
 
 
+def refuse_options(
+    structure: object, *, causal: bool = False, dropout_p: float = 0.0, document_layout: str = "own", **given: Any
+) -> None:
+    """Raises ValueError for what a structure whose queries choose does not compute: an option of a call, or one that a
+    layer is known to give its calls.
+
+    Args:
+        structure: any; nothing is refused of those with a layout.
+        given: other options by name, None of what is not given.
+    """
+    if not isinstance(structure, ChosenSparsityConfig):
+        return
+    other, who = "leave it out, or take a structure with a layout", type(structure).__name__
+    refused = [(name, other) for name in _NOT_COMPUTED if given.get(name) is not None]
+    if document_layout != "own":
+        refused.append((f"document_layout={document_layout!r}", "leave it out"))
+    if _by_blocks(structure):
+        of_tokens = {
+            "query_offset, as of cached keys": given.get("query_offset") is not None,
+            "cu_seqlens of packed documents": given.get("cu_seqlens") is not None,
+            "a causal layer, whose tokens would choose by those after them": causal,
+        }
+        refused += [(name, 'take selection "token"') for name, is_given in of_tokens.items() if is_given]
+    elif dropout_p:
+        or_blocks = ', or take selection "block"' if isinstance(structure, MobaSparsityConfig) else ""
+        refused.append((f"dropout of attention ({dropout_p})", f"set it to 0{or_blocks}"))
+    if structure.adds_parameters and given.get("sinks") is not None:
+        refused.append(("sinks", other))
+    if refused:
+        who += f' with selection "{structure.selection}"' if isinstance(structure, MobaSparsityConfig) else ""
+        raise ValueError(f"{refused[0][0]}: {who} does not compute it; {refused[0][1]}.")
+
+
+def chooses_by_group(structure: object) -> bool:
+    """Tells if heads that share a key head choose their blocks together, so that one rank has all of them."""
+    return isinstance(structure, MobaSparsityConfig) and structure.chosen_by_group
+
+
+def _by_blocks(structure: object) -> bool:
+    return isinstance(structure, MobaSparsityConfig) and structure.selection == "block"
+
+
 def _of_query_blocks(
     structure: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, **more: Any
 ) -> Tensor:
@@ -159,6 +188,10 @@ def _of_query_blocks(
     if padding is not None:  # queries of padding would count in the mean of their block
         asking = asking.masked_fill(~padding[:, None, :, None], 0)
     chosen = _by_means(structure, asking, key, query_block=structure.block, key_padding_mask=padding)
+    if query.is_meta or len(query) == 0:  # no index is made of numbers that are not there
+        del more["dropout_p"]
+        chosen = chosen.repeat_interleave(structure.block, 2)[:, :, : query.shape[2]]
+        return selected_attention(query, key, value, chosen, structure.block, key_padding_mask=padding, **more)
     index = BlockIndex.from_blocks(chosen, structure.block)
     return block_sparse_attention(query, key, value, index, key_padding_mask=padding, **more)
 

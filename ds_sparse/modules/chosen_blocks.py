@@ -48,7 +48,7 @@ class ChosenBlocks:
         if refused:
             raise ValueError(
                 f"a layer whose indexer chooses blocks of {self.block} keys is given {', '.join(refused)}, which "
-                "selected_attention does not compute there; leave it out."
+                "selected_attention does not compute there; leave it out, and set attention dropout to 0."
             )
         options: dict[str, Any] = {"causal": causal, "scale": scale, "sinks": sinks, "query_offset": query_offset or 0}
         operands = query, key, value, block_indices, self.block

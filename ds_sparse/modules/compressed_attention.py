@@ -95,6 +95,7 @@ def compressed_attention(
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
     documents: StridesOfDocuments | None = None,
+    query_offset: int | None = None,
 ) -> Tensor:
     """Attention of each token to the compressed keys that are made of itself and tokens before it.
 
@@ -108,21 +109,29 @@ def compressed_attention(
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         key_padding_mask: bool (B or 1, C), False where a compressed key is not seen.
         documents: where those of a packed row lie; keys are made of their aligned tokens.
+        query_offset: the position of the first query, where keys are made of tokens before it too; None: they are made
+            of the queries' own.
 
     Returns:
         (B, H, T, D), zeros of tokens that see none.
     """
     if documents is not None:
         query = documents.aligned(query)
-    tokens, rows = query.shape[2], key.shape[2]
-    blind = min(length - 1, tokens)
-    of_rows = pad(query[:, :, blind:], (0, 0, 0, rows * stride - tokens + blind)).unflatten(2, (rows, stride))
+    tokens, rows, at = query.shape[2], key.shape[2], query_offset or 0
+    blind = min(max(length - 1 - at, 0), tokens)
+    # The row that the first query is of, and how many of the row are before it.
+    first, ahead = divmod(max(at - length + 1, 0), stride)
+    if query_offset is not None:
+        rows = max(1, -(-(ahead + tokens - blind) // stride))
+    behind = rows * stride - tokens + blind - ahead
+    of_rows = pad(query[:, :, blind:], (0, 0, ahead, behind)).unflatten(2, (rows, stride))
     output = window_attention(
         of_rows.transpose(2, 3).flatten(1, 2), key, value, _ALL, causal=True, scale=scale,
         key_padding_mask=key_padding_mask, cu_seqlens=None if documents is None else documents.of_rows(rows),
+        query_offset=None if query_offset is None else first,
     )  # fmt: skip
     output = output.unflatten(1, (-1, stride)).transpose(2, 3).flatten(2, 3)
-    output = pad(output[:, :, : tokens - blind], (0, 0, blind, 0))
+    output = pad(output[:, :, ahead : ahead + tokens - blind], (0, 0, blind, 0))
     return output if documents is None else documents.as_given(output, blind=length - 1)
 
 

@@ -10,12 +10,13 @@ from torch.nn.functional import pad
 
 from ..ops import select_blocks, selected_attention
 from ..ops._autograd import Function
+from ..ops.block_selection import checked_number
 from ..ops.operands import kept, wide_dtype
 from .choices import note
-from .operand_checks import check_operands, check_sizes
+from .learned_choice import LearnedChoice
 
 
-class IndexerAttention(nn.Module):
+class IndexerAttention(LearnedChoice):
     """Attention on the blocks of keys that an indexer chooses, whose heads are few and small.
 
     A block's score is the largest product of the indexer's query with one of its keys that the token sees. The choice
@@ -81,21 +82,18 @@ class IndexerAttention(nn.Module):
         local: int = 1,
         loss_weight: float | None = 1.0,
     ) -> None:
-        super().__init__()
-        check_sizes(num_heads, num_key_heads, block, k, first, local)
-        index_heads = num_key_heads if index_heads is None else index_heads
+        super().__init__(num_heads, num_key_heads, head_dim, block, k, first, local)
+        index_heads = num_key_heads if index_heads is None else checked_number("index_heads", index_heads, 1)
         if index_heads not in (1, num_key_heads, num_heads):
             raise ValueError(
                 f"index_heads is {index_heads}; it has to be num_key_heads ({num_key_heads}), num_heads "
                 f"({num_heads}) or 1."
             )
-        _check_index_dim(1 if index_dim is None else index_dim, head_dim)
+        _check_index_dim(1 if index_dim is None else checked_number("index_dim", index_dim, 1), head_dim)
         is_number = isinstance(loss_weight, int | float) and not isinstance(loss_weight, bool)
         if loss_weight is not None and not (is_number and 0 < loss_weight < float("inf")):
             raise ValueError(f"loss_weight is {loss_weight!r}; it has to be a number above 0, or None.")
-        self.num_heads, self.num_key_heads, self.head_dim = num_heads, num_key_heads, head_dim
-        self.index_heads, self.index_dim = index_heads, index_dim
-        self.block, self.k, self.first, self.local, self.loss_weight = block, k, first, local, loss_weight
+        self.index_heads, self.index_dim, self.loss_weight = index_heads, index_dim, loss_weight
         self.register_buffer("loss", torch.zeros(()), persistent=False)
         if index_dim is None:
             self.query_weight = self.key_weight = None
@@ -149,7 +147,7 @@ class IndexerAttention(nn.Module):
             TypeError: operands that are no tensors.
             ValueError: shapes that do not fit.
         """
-        check_operands(query, key, value, self.num_heads, self.num_key_heads, self.head_dim)
+        self.check_operands(query, key, value)
         if index_query is None or index_key is None:
             if index_query is not None or index_key is not None:
                 raise ValueError("One of index_query and index_key is given; give both, or neither.")
@@ -188,13 +186,6 @@ class IndexerAttention(nn.Module):
         """Copies and pickles have the loss without its graph, which none can have."""
         state = super().__getstate__()
         return state | {"_buffers": self._buffers | {"loss": self.loss.detach()}}
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, num_key_heads={self.num_key_heads}, head_dim={self.head_dim}, "
-            f"index_heads={self.index_heads}, index_dim={self.index_dim}, block={self.block}, k={self.k}, "
-            f"first={self.first}, local={self.local}, loss_weight={self.loss_weight}"
-        )
 
 
 def indexer_loss(

@@ -14,6 +14,7 @@ from ..ops.operands import check_dropout
 from ..sparsity import SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import Draws, draws, why_unrepeatable
+from .chosen_attention import refuse_options
 from .structure_argument import for_all_layers, read_structures
 from .structured_attention import StructuredAttention, whole_blocks
 
@@ -88,6 +89,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         )  # fmt: skip
         structure = for_all_layers(read_structures(sparsity_config, num_heads))
         check_repeatable(structure)
+        refuse_options(structure, dropout_p=dropout)
         self.attend_with(StructuredAttention(structure, whole_blocks(max_seq_length, structure.block)))
 
     def attend_with(self, attention: StructuredAttention) -> None:

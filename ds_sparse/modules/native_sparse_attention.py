@@ -5,21 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops import select_blocks_by_compression, selected_attention, window_attention
-from ..ops.operands import kept
+from ..ops import check_inputs, select_blocks_by_compression, selected_attention, window_attention
+from ..ops.block_selection import checked_number
+from ..ops.operands import broadcasts, check_bias, kept
 from ..ops.packed_attention import goes_by_places
+from ..ops.query_offset import check_window_offset
 from .choices import note
 from .compressed_attention import Compression, StridesOfDocuments, compressed_attention, windows_of
-from .operand_checks import check_operands, check_sizes
+from .learned_choice import LearnedChoice
 
 
-class NativeSparseAttention(nn.Module):
+class NativeSparseAttention(LearnedChoice):
     """Causal attention in three branches, which gates of each token and head add up.
 
     One attends to compressed keys, each made of `length` keys by an MLP; one to the `k` blocks of keys to which a group
     of heads gives most in the first; and one to a window. Operands are those of attention layers, after rotary
     embedding, and so the gates are a function of each head's query, where the source has that of the hidden state; who
-    wants that gives `gates`. Memory is linear in tokens: no matrix of tokens by compressed keys is made.
+    wants that gives `gates`. Memory is linear in tokens: no matrix of tokens by compressed keys is made. Where a cache
+    holds keys and values, those that are compressed are made of it anew in each call, and none are kept.
 
     Source: Yuan et al., "Native sparse attention: Hardware-aligned and natively trainable sparse attention", 2025.
 
@@ -66,17 +69,14 @@ class NativeSparseAttention(nn.Module):
         first: int = 1,
         local: int = 2,
     ) -> None:
-        super().__init__()
-        check_sizes(num_heads, num_key_heads, block, k, first, local)
-        if stride < 1 or length < 1 or length % stride or block % stride:
+        super().__init__(num_heads, num_key_heads, head_dim, block, k, first, local)
+        for name, number in (("length", length), ("stride", stride), ("window", window)):
+            checked_number(name, number, 1)
+        if length % stride or block % stride:
             raise ValueError(
                 f"stride is {stride}, length {length} and block {block}; both have to be multiples of the stride."
             )
-        if window < 1:
-            raise ValueError(f"window is {window}; it has to be 1 or more, as a token sees itself.")
-        self.num_heads, self.num_key_heads, self.head_dim = num_heads, num_key_heads, head_dim
-        self.block, self.k, self.length, self.stride, self.window = block, k, length, stride, window
-        self.first, self.local = first, local
+        self.length, self.stride, self.window = length, stride, window
         self.compress_key = Compression(head_dim, length, stride)
         self.compress_value = Compression(head_dim, length, stride)
         self.gate_weight = nn.Parameter(torch.zeros(num_heads, head_dim, 3))
@@ -108,31 +108,34 @@ class NativeSparseAttention(nn.Module):
 
         Args:
             query: (B, H, T, D), fp16, bf16 or fp32, on the CPU also fp64.
-            key, value: (B, Hkv, T, D), of the blocks, and to be compressed.
-            window_key, window_value: (B, Hkv, T, D), of the window; key and value if they are not given.
-            gates: (B, H, T, 3), factors of what compressed keys, blocks and the window give; the module's if they are
-                not given.
+            key, value: (B, Hkv, S, D), of the blocks, and to be compressed; S is T where none are cached.
+            window_key, window_value: (B, Hkv, S, D), of the window; key and value if they are not given.
+            gates: (B or 1, H or 1, T or 1, 3), factors of what compressed keys, blocks and the window give; the
+                module's if they are not given.
             causal: True.
             scale: factor of the scores; 1 / sqrt(D) if it is not given.
-            key_padding_mask: (B or 1, T). Keys where it is False, or -inf, are not seen, nor compressed keys that are
+            key_padding_mask: (B or 1, S). Keys where it is False, or -inf, are not seen, nor compressed keys that are
                 made of one; other floats are added to scores of blocks and of the window.
             cu_seqlens: int32 or int64 (documents + 1), as in `selected_attention`: the sequence, B is 1, is a row of
                 packed documents, of which none sees another. The stride is a power of two then, 8 or more.
-            query_offset: 0; all keys have queries.
+            query_offset: the position of the first query among the keys, an integer, S - T while decoding: keys before
+                it are cached. All keys are compressed in each call, in time linear in S.
 
         Returns:
             (B, H, T, D).
 
         Raises:
-            TypeError: operands that are no tensors.
-            ValueError: shapes that do not fit; what is not computed.
+            TypeError: operands that are no tensors; a query_offset that is no integer.
+            ValueError: shapes that do not fit; queries whose own keys are not there; what is not computed.
         """
-        check_operands(query, key, value, self.num_heads, self.num_key_heads, self.head_dim)
-        self._refuse(query, key, causal, query_offset, cu_seqlens, key_padding_mask)
+        self.check_operands(query, key, value)
+        self._check_call(query, key, causal, cu_seqlens, key_padding_mask, gates)
+        at = check_window_offset(query_offset, query.shape[2], key.shape[2])
+        offset = None if query.shape[2] == key.shape[2] else at  # None: windows of whole sequences, which cost less
         window_key, window_value = (y if x is None else x for x, y in ((window_key, key), (window_value, value)))
         to_compress, whole = (key, value), None
         if key_padding_mask is not None:
-            keep = kept(key_padding_mask)
+            keep = kept(key_padding_mask).expand(-1, key.shape[2])
             whole = windows_of(keep, 1, self.length, self.stride).all(-1)
             # What padding holds would reach the gradients of an MLP.
             to_compress = key.masked_fill(hidden := ~keep[:, None, :, None], 0), value.masked_fill(hidden, 0)
@@ -144,61 +147,61 @@ class NativeSparseAttention(nn.Module):
         numbers = select_blocks_by_compression(
             query, compressed_key, self.block, self.k, length=self.length, stride=self.stride, scale=scale, causal=True,
             first=self.first, local=self.local, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
-            compressed_cu_seqlens=None if documents is None else documents.begins,
+            compressed_cu_seqlens=None if documents is None else documents.begins, query_offset=at, keys=key.shape[2],
         )  # fmt: skip
         note(
             numbers, self.block, query, key, causal=True, first=self.first, local=self.local,
-            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=at,
         )  # fmt: skip
         compressed = compressed_attention(
             query, compressed_key, compressed_value, self.length, self.stride, scale=scale, key_padding_mask=whole,
-            documents=documents,
+            documents=documents, query_offset=offset,
         )  # fmt: skip
         chosen = selected_attention(
             query, key, value, numbers, self.block, causal=True, scale=scale, key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=cu_seqlens, query_offset=at,
         )  # fmt: skip
         near = window_attention(
             query, window_key, window_value, self.window - 1, True, key_padding_mask, scale=scale,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=cu_seqlens, query_offset=offset,
         )  # fmt: skip
         if gates is None:
             gates = torch.sigmoid(query @ self.gate_weight + self.gate_bias)
         of_compressed, of_chosen, of_near = gates.to(near.dtype).split(1, -1)
         return of_compressed * compressed + of_chosen * chosen + of_near * near
 
-    def _refuse(
+    def _check_call(
         self,
         query: Tensor,
         key: Tensor,
         causal: bool,
-        query_offset: int | Tensor,
         cu_seqlens: Tensor | None,
         key_padding_mask: Tensor | None,
+        gates: Tensor | None,
     ) -> None:
-        """Raises ValueError for what is not computed."""
+        """Raises TypeError or ValueError for masks and gates that do not fit, and for what is not computed."""
         if not causal:
             raise ValueError(
                 "causal is False, and NativeSparseAttention is for causal models: tokens see compressed keys that are "
                 "behind them. Give causal=True, or take IndexerAttention."
             )
-        if isinstance(query_offset, Tensor) or query_offset or query.shape[2] != key.shape[2]:
+        check_inputs(gates=gates, key_padding_mask=key_padding_mask)
+        if gates is not None and not (
+            gates.dim() == 4 and gates.shape[3] == 3 and broadcasts(gates.shape[:3], query.shape[:3])
+        ):
             raise ValueError(
-                f"query has {query.shape[2]} tokens, key {key.shape[2]}, and query_offset is {query_offset}; "
-                "NativeSparseAttention computes whole sequences, so give the queries of all keys, and no query_offset."
+                f"gates have shape {tuple(gates.shape)}; they have to be {(*query.shape[:3], 3)}, of which the first "
+                "three may be 1."
             )
+        if key_padding_mask is not None:
+            check_bias("key_padding_mask", key_padding_mask, query, (query.shape[0], key.shape[2]), (2,))
         if cu_seqlens is None:
             return
         if key_padding_mask is not None:
             raise ValueError(goes_by_places("key_padding_mask"))
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(goes_by_places("query_offset"))
         if query.shape[0] != 1:
             raise ValueError(f"query has {query.shape[0]} sequences; packed documents are one row, of batch size 1.")
         if self.stride < 8 or self.stride & (self.stride - 1):
             raise ValueError(f"stride is {self.stride}; of packed documents it has to be a power of two, 8 or more.")
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, num_key_heads={self.num_key_heads}, head_dim={self.head_dim}, "
-            f"block={self.block}, k={self.k}, length={self.length}, stride={self.stride}, window={self.window}, "
-            f"first={self.first}, local={self.local}"
-        )

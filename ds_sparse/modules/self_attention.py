@@ -12,7 +12,7 @@ from ..ops import MatMul, Softmax, check_inputs
 from ..ops.operands import check_dropout, of_flash
 from ..ops.softmax import MASK_MODES, as_additive, of_first_head
 from ..sparsity import FixedSparsityConfig, SparsityConfig, adds_parameters
-from .chosen_attention import LEARNED, learned_attention
+from .chosen_attention import LEARNED, learned_attention, refuse_options
 from .structured_attention import StructuredAttention
 
 
@@ -58,11 +58,13 @@ class SparseSelfAttention(nn.Module):
         head_dim, num_key_heads: the size of heads, and how many key and value have, for a structure that adds
             parameters (modes "nsa" and "indexer"): the module `sparse_attention` has them. `num_key_heads` is that of
             query if it is not given.
+        learned_like: a module whose device, dtype and mode these parameters take.
 
     Raises:
         TypeError: sparsity_config is no such object.
         ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block,
-            `attention_dropout` outside of 0 to below 1, what the structure refuses.
+            `attention_dropout` outside of 0 to below 1, or above 0 where queries choose blocks and it is not computed,
+            what the structure refuses.
 
     Examples:
         >>> import torch
@@ -90,12 +92,14 @@ class SparseSelfAttention(nn.Module):
         implementation: str = "fused",
         head_dim: int | None = None,
         num_key_heads: int | None = None,
+        learned_like: nn.Module | None = None,
     ):
         super().__init__()
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in MASK_MODES:
                 raise ValueError(f"{name} is {mode!r}; it has to be 'add' or 'mul'.")
         check_dropout("attention_dropout", attention_dropout)
+        refuse_options(sparsity_config, dropout_p=attention_dropout)
         self.sparsity_config = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
@@ -106,7 +110,7 @@ class SparseSelfAttention(nn.Module):
         # A buffer without a tensor is what loaders find by its name, and what nothing moves, broadcasts or casts.
         self._buffers["master_layout"] = None
         if head_dim is not None:
-            self.add_learned(num_key_heads or self.sparsity_config.num_heads, head_dim)
+            self.add_learned(num_key_heads or self.sparsity_config.num_heads, head_dim, learned_like)
 
     def add_learned(self, num_key_heads: int, head_dim: int, like: nn.Module | None = None) -> None:
         """Makes the parameters of a structure that adds some, anew.
@@ -129,7 +133,7 @@ class SparseSelfAttention(nn.Module):
         # torch.export puts a tensor without values there while it traces.
         if given is not None and not torch.compiler.is_exporting():
             self._buffers["master_layout"] = None
-            if not given.is_meta:
+            if not given.is_meta and not self._attention.chooses:
                 self._attention.layout = given
         return self._attention
 
@@ -148,9 +152,13 @@ class SparseSelfAttention(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """`master_layout`: DeepSpeed asks each module for what to save. See the class about modules that contain it."""
-        layout = self.master_layout  # takes what a loader has put among the buffers
+        """`master_layout`, unless queries choose their blocks: DeepSpeed asks each module for what to save. See the
+        class about modules that contain it."""
+        attention = self.attention  # takes what a loader has put among the buffers
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if attention.chooses:
+            return
+        layout = attention.layout_buffer()
         yield f"{prefix}.master_layout" if prefix else "master_layout", layout
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import cached_property
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def check_structure(given: Any) -> None:
 class StructuredAttention:
     """Attention on the live blocks of a structure, for sequences of any length: what all attention layers are made of.
 
-    Where queries choose their blocks, the layout is of those that may be chosen, and counts for nothing in a call.
+    Where queries choose their blocks, the layout is of those that may be chosen: no call makes it, and none is taken.
 
     Layers that hold the same object share its layouts and their indices.
 
@@ -114,13 +115,23 @@ class StructuredAttention:
         self.doubles = doubles
         # Each head alone, as dropout over several ranks has it, and the deals of several lengths.
         self._parts: Cache[_OfHeads] = Cache(KEPT + sparsity_config.num_heads)
-        self._master = self._build(max_seq_length)
+        if max_seq_length % sparsity_config.block:
+            raise ValueError(
+                f"Sequence Length, {max_seq_length}, needs to be dividable by Block size {sparsity_config.block}!"
+            )
+        self._longest = max_seq_length
+        if not self.chooses:
+            self._master = self._build(max_seq_length)
         self._awaits_other_ranks = without_seed(sparsity_config)
         self.synchronize_layout()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._parts = Cache(KEPT + self.sparsity_config.num_heads)  # pickles of 0.1.0 have a dictionary
+
+    @cached_property
+    def _master(self) -> _Layout:
+        return self._build(self._longest)
 
     @property
     def layout(self) -> torch.Tensor:
@@ -130,6 +141,8 @@ class StructuredAttention:
 
     @layout.setter
     def layout(self, layout: torch.Tensor) -> None:
+        if self.chooses:
+            raise ValueError(f"{type(self.sparsity_config).__name__} chooses blocks in each call, and takes no layout.")
         if layout is self.layout_buffer():
             return
         self._replace(unwrap_functorch("master_layout", layout) if isinstance(layout, torch.Tensor) else layout)
@@ -158,7 +171,7 @@ class StructuredAttention:
     @property
     def max_seq_length(self) -> int:
         """Tokens that `layout` covers."""
-        return self._master.blocks * self.sparsity_config.block
+        return self._longest if self.chooses else self._master.blocks * self.sparsity_config.block
 
     def layout_buffer(self) -> LayoutBuffer:
         """The layout as DeepSpeed kept it."""
@@ -324,8 +337,6 @@ class StructuredAttention:
     @on_cpu()
     def _build(self, seq_len: int) -> _Layout:
         config = self.sparsity_config
-        if seq_len % config.block:
-            raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {config.block}!")
         make = getattr(config, "make_bool_layout", config.make_layout)
         return _Layout(make(seq_len), config.block, config.num_heads)
 
@@ -378,14 +389,14 @@ class _OfHeads(StructuredAttention):
     """Some heads of another one, on its layouts."""
 
     def __init__(self, whole: StructuredAttention, heads: tuple[int, ...]):
-        self._whole, self._heads = whole, list(heads)
+        self._whole, self._heads, self._longest = whole, list(heads), whole.max_seq_length
         self._of_layouts: dict[int, tuple[_Layout, _Layout]] = {}
         self.sparsity_config = copy.copy(whole.sparsity_config)
         self.sparsity_config.num_heads = len(heads)
         self.implementation, self.doubles = whole.implementation, whole.doubles
 
     @property
-    def _master(self) -> _Layout:  # type: ignore[override] # there it is an attribute
+    def _master(self) -> _Layout:
         return self._of(self._whole._master)
 
     def covering(self, seq_len: int) -> _Layout:

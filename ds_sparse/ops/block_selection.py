@@ -15,6 +15,7 @@ from ..index.kernels import require_kernel
 from ..index.packed import check_form, sent_to
 from ..index.selection import AlignedDocuments
 from ..index.transforms import outside_transforms_or_traced
+from ..tools.block_sizes import forced_blocks
 from ._library import check_alike, check_inputs, check_scale, under_autocast
 from .operands import check_bias, kept, wide_dtype
 from .packed_attention import goes_by_places
@@ -118,7 +119,7 @@ def select_blocks(
     """
     if score not in SCORES:
         raise ValueError(f"score is {score!r}; it has to be 'mean' or 'max'.")
-    block, query_block = _checked_number("block", block, 1), _checked_number("query_block", query_block, 1)
+    block, query_block = checked_number("block", block, 1), checked_number("query_block", query_block, 1)
     if block % query_block and query_block % block:
         raise ValueError(f"query_block is {query_block} and block {block}; one has to be a multiple of the other.")
     if query_block > 1 and cu_seqlens is not None:
@@ -208,8 +209,8 @@ def select_blocks_by_compression(
         torch.Size([2, 8, 256, 32])
     """
     check_inputs(query=query, compressed_key=compressed_key)
-    block, length = _checked_number("block", block, 1), _checked_number("length", length, 1)
-    stride = _checked_number("stride", stride, 1)
+    block, length = checked_number("block", block, 1), checked_number("length", length, 1)
+    stride = checked_number("stride", stride, 1)
     if length % stride or block % stride:
         raise ValueError(
             f"stride is {stride}, length {length} and block {block}; both have to be multiples of the stride."
@@ -223,7 +224,7 @@ def select_blocks_by_compression(
         keys = query.shape[-2 if query.dim() == 4 else 0] + query_offset
     query, compressed, places, groups, as_given = _checked(
         query, compressed_key, "compressed_key", groups, block, k, causal, first, local, 1, cu_seqlens,
-        key_padding_mask, query_offset, _checked_number("keys", keys, 1),
+        key_padding_mask, query_offset, checked_number("keys", keys, 1),
     )  # fmt: skip
     scale = query.shape[3] ** -0.5 if scale is None else check_scale(scale)
     seen = None
@@ -286,14 +287,7 @@ def _checked(
     a result into the form that operands were given in. keys: S, where key has compressed ones, in whose groups heads
     choose by default."""
     check_inputs(**{"query": query, name: key, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask})
-    k = _checked_number("k", k, 1)
-    own = max(1, query_block // block)
-    forced = _checked_number("first", first, 0) + _checked_number("local", local, 0)
-    forced += (own - 1 if causal else local + own - 2) if local else 0
-    if forced > k:
-        raise ValueError(
-            f"k is {k}, and first={first} and local={local} choose {forced} blocks; give k={forced} or more."
-        )
+    check_counts(k, first, local, causal, max(1, query_block // block))
     query, key = under_autocast(query.detach(), key.detach())
     check_alike(**{"query": query, name: key})
     if cu_seqlens is not None:
@@ -311,7 +305,7 @@ def _checked(
     (batch, heads, tokens, _), key_heads = query.shape, key.shape[1]
     if groups is None:
         groups = heads if keys is None else key_heads
-    groups = _checked_number("groups", groups, 1)
+    groups = checked_number("groups", groups, 1)
     if heads % groups or (groups % key_heads and key_heads % groups):
         raise ValueError(
             f"groups is {groups}; it has to be a divisor of query's {heads} heads, and a multiple or a divisor of the "
@@ -335,7 +329,19 @@ def _checked(
     return query, key, _Places(offset, keep=keep), groups, as_given
 
 
-def _checked_number(name: str, number: Any, least: int) -> int:
+def check_counts(k: int, first: int, local: int, causal: bool, own: int = 1) -> None:
+    """Raises ValueError for numbers of blocks that are no integers, or a k that `first` and `local` exceed where a
+    query, or a block of them, lies in `own` blocks."""
+    for name, number, least in (("k", k, 1), ("first", first, 0), ("local", local, 0)):
+        checked_number(name, number, least)
+    forced = forced_blocks(first, local, causal, own)
+    if forced > k:
+        raise ValueError(
+            f"k is {k}, and first={first} and local={local} choose {forced} blocks; give k={forced} or more."
+        )
+
+
+def checked_number(name: str, number: Any, least: int) -> int:
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)) or number < least:
         raise ValueError(f"{name} is {number!r}; it has to be an integer of {least} or more.")
     return number  # type: ignore[return-value]  # a symbol, of a size that is traced

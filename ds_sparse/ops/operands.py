@@ -40,8 +40,8 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
     dtypes = dtypes_on("block_sparse_attention", query.device)
     if query.shape[3] < 1 or (largest is not None and query.shape[3] > largest):
         raise ValueError(
-            f"Head size is {query.shape[3]}; it has to be from 1 to {largest}. MatMul and Softmax, of which "
-            "SparseSelfAttention(..., implementation='separate') is made, take larger ones."
+            f"Head size is {query.shape[3]}; it has to be from 1 to {largest}. Of a layout, MatMul and "
+            "Softmax take larger ones, of which SparseSelfAttention(..., implementation='separate') is made."
         )
     if 0 in (query.shape[2], key.shape[2]):
         raise ValueError(f"Shapes are {_shapes(query, key, value)}; there has to be at least one token.")

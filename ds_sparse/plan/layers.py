@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -182,11 +181,8 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
         return walked.live if walked else None
     structure = kind.structure
     if isinstance(structure, ChosenSparsityConfig):
-        if model.does.causal and not structure.causal:
-            structure = copy(structure)
-            structure.causal = True
         padded = rounded_up(seq_len, structure.block)
-        return structure.computed_share(padded) * padded**2
+        return structure.computed_share(padded, causal=model.does.causal) * padded**2
     with _same_draws():
         rows = structure.make_rows(rounded_up(seq_len, structure.block))
         pieces = (piece for head in range(rows.heads) for piece in rows.pieces(head))

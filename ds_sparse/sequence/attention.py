@@ -15,13 +15,14 @@ from ..index.master_layout import MasterLayout
 from ..index.packed import Documents
 from ..index.transforms import outside_of_graphs, outside_transforms
 from ..layout import causal_cut, count_live, crop
+from ..modules.chosen_attention import chooses_by_group
 from ..modules.local_attention import LocalAttention
 from ..modules.structured_attention import StructuredAttention
 from ..ops._library import DTYPES, check_inputs
 from ..ops.call import AttentionCall
 from ..ops.operands import dropout_seed, dropout_seeded
 from ..ops.packed_operands import one_as_rows, rows_as_one
-from ..sparsity import MobaSparsityConfig, SparsityConfig
+from ..sparsity import SparsityConfig
 from ..tools.notices import say_notices
 from .deal import TOLERANCE, HeadDeal, deal_heads, received_of_heads
 from .exchange import Exchange, RanksOfSequence, heads_to_tokens, tokens_to_heads
@@ -238,7 +239,7 @@ class SequenceParallelAttention:
     def _deal(self, call: AttentionCall, tokens: int) -> HeadDeal:
         """Deals heads to ranks, for a sequence of so many tokens; of packed documents by the longest."""
         attention, heads, key_heads = self._attention, call.query.shape[1], call.key.shape[1]
-        if not isinstance(attention, StructuredAttention):
+        if not isinstance(attention, StructuredAttention) or attention.chooses:  # all heads cost the same
             return self._dealt(None, 0, heads, key_heads, call.causal)
         layout = attention.covering(tokens)
         blocks = -(-tokens // layout.block)
@@ -354,11 +355,7 @@ def computes_own_tokens(attention: object) -> bool:
 
 
 def _chooses_by_group(attention: object) -> bool:
-    """Tells if heads that share a key head choose their blocks together, so that one rank has all of them."""
-    if not isinstance(attention, StructuredAttention):
-        return False
-    structure = attention.sparsity_config
-    return isinstance(structure, MobaSparsityConfig) and structure.chosen_by_group
+    return isinstance(attention, StructuredAttention) and chooses_by_group(attention.sparsity_config)
 
 
 def _check_mask(mask: torch.Tensor | None, own: int, lengths: tuple[int, ...] | None) -> None:

@@ -17,7 +17,8 @@ def json_fields(cls: type[SparsityConfig]) -> dict[str, FieldInfo]:
     """Key to field for everything a block of this structure may hold besides `mode`.
 
     The fields of a `@declared` class; of a plain `__init__` its parameters, with their annotations and defaults.
-    `seed`, `causal` and `strict_causal` are always among them. `num_heads` is not: it comes from the model.
+    `seed`, `causal` and `strict_causal` are among them, unless a base class declares that its constructor does not take
+    them. `num_heads` is not: it comes from the model.
     """
     fields = _class_fields(cls)
     for name, default in cls.json_defaults.items():
@@ -57,7 +58,9 @@ def value_of(structure: SparsityConfig, name: str) -> Any:
 
 def _class_fields(cls: type[SparsityConfig]) -> dict[str, FieldInfo]:
     fields = _constructor_fields(cls.__mro__)
-    fields |= {name: field for name, field in _keyword_only_fields().items() if name not in fields}
+    declared: Any = cls  # what is no field of its constructor
+    left_out = {name for name, field in declared.__pydantic_fields__.items() if field.init is False}
+    fields |= {name: field for name, field in _keyword_only_fields().items() if name not in {*fields, *left_out}}
     fields.pop("num_heads", None)
     return fields
 

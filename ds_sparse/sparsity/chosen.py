@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from ..tools.block_sizes import CHOSEN_BLOCK_SIZES
+from ..tools.block_sizes import CHOSEN_BLOCK_SIZES, forced_blocks
 from ._base import SparsityConfig
 from ._steps import RowStep, row_step
 from .declarations import Rule, declared, one_of_sizes
@@ -30,16 +30,11 @@ ForcedWindow = Annotated[
 ]
 
 
-def _not_cut(strict_causal: bool) -> str | None:
-    return "strict_causal cuts layouts, and here is none; set causal." if strict_causal else None
-
-
 def forced_fit(
     num_chosen_blocks: int, num_first_blocks: int, num_sliding_window_blocks: int, causal: bool
 ) -> str | None:
     """The rule that a query takes no fewer blocks than are forced."""
-    aside = num_sliding_window_blocks // 2
-    forced = num_first_blocks + 1 + (aside if causal else 2 * aside)
+    forced = forced_blocks(num_first_blocks, num_sliding_window_blocks // 2 + 1, causal)
     if forced <= num_chosen_blocks:
         return None
     return (
@@ -54,11 +49,13 @@ class ChosenSparsityConfig(SparsityConfig):
 
     block: ChosenBlock = 64
     different_layout_per_head: bool = Field(default=False, init=False)
+    seed: int | None = Field(default=None, init=False)
+    strict_causal: bool = Field(default=False, init=False)
     num_chosen_blocks: NumChosenBlocks = 8
     num_first_blocks: NumFirstBlocks = 0
     num_sliding_window_blocks: ForcedWindow = 1
 
-    rules: ClassVar[tuple[Rule, ...]] = (forced_fit, _not_cut)
+    rules: ClassVar[tuple[Rule, ...]] = (forced_fit,)
 
     adds_parameters: ClassVar[bool] = False
     """Tells if layers get a module with parameters that learn to choose."""
@@ -67,11 +64,12 @@ class ChosenSparsityConfig(SparsityConfig):
     def _candidates(self, h: int, blocks: int) -> RowStep:
         return lambda live, rows: live.fill_(1).tril_(rows.start) if self.causal else live.fill_(1)
 
-    def computed_share(self, seq_len: int) -> float:
+    def computed_share(self, seq_len: int, causal: bool = False) -> float:
         """The share of scores that are computed, where each query finds as many blocks as it takes.
 
         Args:
             seq_len: tokens, a multiple of the block.
+            causal: whether the model is, whatever the structure says.
 
         Returns:
             Above 0 to 1.
@@ -79,11 +77,8 @@ class ChosenSparsityConfig(SparsityConfig):
         Raises:
             ValueError, TypeError: seq_len is no positive multiple of the block.
         """
-        return self._chosen_share(seq_len, self.causal)
-
-    def _chosen_share(self, seq_len: int, causal: bool) -> float:
         blocks = self._blocks_in(seq_len)
-        taken = [min(self.num_chosen_blocks, row + 1 if causal else blocks) for row in range(blocks)]
+        taken = [min(self.num_chosen_blocks, row + 1 if causal or self.causal else blocks) for row in range(blocks)]
         return sum(taken) / blocks**2
 
 

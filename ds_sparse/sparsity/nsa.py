@@ -56,12 +56,13 @@ class NativeSparsityConfig(ChosenSparsityConfig):
 
     adds_parameters: ClassVar[bool] = True
 
-    def computed_share(self, seq_len: int) -> float:
+    def computed_share(self, seq_len: int, causal: bool = True) -> float:
         """The share of scores that are computed: of compressed keys, of blocks, where each query finds as many as it
         takes, and of the window.
 
         Args:
             seq_len: tokens, a multiple of the block.
+            causal: it is, in any case.
 
         Returns:
             Above 0 to 1, which stands for more too.
@@ -69,6 +70,6 @@ class NativeSparsityConfig(ChosenSparsityConfig):
         Raises:
             ValueError, TypeError: seq_len is no positive multiple of the block.
         """
-        chosen = self._chosen_share(seq_len, causal=True)
+        chosen = super().computed_share(seq_len, causal=True)
         of_compressed = 0.5 / self.compressed_stride
         return min(1.0, chosen + of_compressed + min(self.window, seq_len) / seq_len)

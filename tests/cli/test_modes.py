@@ -29,6 +29,9 @@ def test_each_mode_has_its_picture_and_its_keys(capsys):
     assert "\x1b" not in out
     assert out.endswith("\npictures: █ live block, blank: no block; rows are queries, columns keys\n")
     assert out.count("pictures: ") == 1
+    assert main(["modes", "moba", "nsa", "indexer"]) == 0
+    out = capsys.readouterr().out
+    assert "  causal: " in out and "  seed: " not in out and "strict_causal" not in out
 
 
 def test_modes_that_are_asked_for_have_all_of_their_keys_and_pictures_that_stay(capsys):

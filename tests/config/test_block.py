@@ -544,7 +544,7 @@ def test_it_draws_as_the_class_does_by_default_and_then_has_a_seed():
     state = random.getstate()
     drawn = {mode: example_block(mode) for mode in sparsity_modes()}
     assert random.getstate() == state
-    found = {mode: (block.get("num_random_blocks", 0), block["seed"]) for mode, block in drawn.items()}
+    found = {mode: (block.get("num_random_blocks", 0), block.get("seed")) for mode, block in drawn.items()}
     drawing = {mode: numbers for mode, numbers in found.items() if numbers != (0, None)}
     assert drawing == {"bigbird": (1, 0), "transformers_bigbird": (3, 0)}
 

@@ -191,7 +191,7 @@ def test_the_schema_takes_a_block_if_and_only_if_the_reader_does():
     validator = jsonschema.Draft202012Validator(schema)
     outcomes = set()
 
-    @settings(max_examples=300, derandomize=True, deadline=None, database=None)
+    @settings(max_examples=500, derandomize=True, deadline=None, database=None)
     @given(blocks(schema["$defs"]))
     def agree(block: dict) -> None:
         said, mistakes = [error.message for error in validator.iter_errors({BLOCK_KEY: block})], []

@@ -130,24 +130,31 @@ def test_packed_documents_see_their_own(block: dict[str, Any]):
         torch.testing.assert_close(packed[:, begin:end], alone, atol=1e-4, rtol=1e-4)
 
 
-def test_an_indexer_generates_as_it_trains():
+@BOTH
+def test_a_decoder_generates_as_it_trains(block: dict[str, Any]):
     model, ids = llama().eval(), tokens()
-    sparsify(model, INDEXER)
+    sparsify(model, block)
     whole = model(ids).logits
     cache = transformers.DynamicCache(config=model.config)
     first = model(input_ids=ids[:, :50], past_key_values=cache)
     rest = [model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits for at in range(50, 70)]
     torch.testing.assert_close(torch.cat([first.logits, *rest], 1), whole, atol=1e-4, rtol=1e-4)
-    assert not any(layer.self_attn.sparse_attention.loss for layer in model.model.layers)
+    assert not any(getattr(layer.self_attn.sparse_attention, "loss", 0) for layer in model.model.layers)
 
 
-def test_nsa_generates_without_a_cache():
-    model = llama().eval()
-    sparsify(model, NSA)
-    ids = tokens(20)
-    assert model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False).shape == (2, 23)
-    with pytest.raises(ValueError, match="NativeSparseAttention computes whole sequences"):
-        model.generate(ids, max_new_tokens=3, do_sample=False)
+@BOTH
+@pytest.mark.parametrize(
+    "cache", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["own", "static"]
+)
+def test_a_text_is_the_same_with_a_cache(block: dict[str, Any], cache: dict[str, Any]):
+    """Of two prompts, one of which is padded on the left."""
+    model, ids = llama().double().eval(), tokens(40)
+    sparsify(model, block)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    truth = model.generate(ids, **options, use_cache=False)
+    assert torch.equal(model.generate(ids, **options, **cache), truth)
 
 
 @BOTH
@@ -203,6 +210,36 @@ def test_an_encoder_learns_by_an_indexer_and_not_by_nsa():
     sparsify(other, NSA | {"causal": True})
     other(ids, labels=ids).loss.backward()
     assert all(x.grad is not None for x in learned(other).values())
+
+
+@pytest.mark.parametrize("block", [NSA, INDEXER, {"mode": "moba", "block": 16}], ids=["nsa", "indexer", "moba"])
+def test_a_model_that_asks_for_what_is_not_computed_is_refused_at_the_door(block: dict[str, Any]):
+    """Dropout of attention, relative positions, and sinks, which MoBA computes."""
+    model, sinks = llama(attention_dropout=0.1), block["mode"] != "moba"
+    with pytest.raises(
+        ValueError, match=r"layer model.layers.0.self_attn .* cannot be sparse. dropout of attention \(0.1\): "
+    ):
+        sparsify(model, block)
+    assert model.config._attn_implementation == "sdpa"
+    model.config.sparse_attention = block
+    with pytest.raises(ValueError, match=r"dropout of attention \(0.1\): "):
+        model.set_attn_implementation("ds_sparse")
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, dropout_rate=0.0
+    )
+    block = block | {"causal": block["mode"] == "nsa"}
+    with pytest.raises(ValueError, match=r"T5Attention\) cannot be sparse. rpe: .* take a structure with a layout"):
+        sparsify(transformers.T5EncoderModel(config), block)
+    config = transformers.GptOssConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=32, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"],
+    )  # fmt: skip
+    oss = transformers.GptOssForCausalLM(config)
+    if sinks:
+        with pytest.raises(ValueError, match=r"GptOssAttention\) cannot be sparse. sinks: "):
+            sparsify(oss, block)
+    else:
+        sparsify(oss, block)
 
 
 def test_layers_have_structures_of_their_own():

@@ -438,7 +438,7 @@ REFUSED = known(
         "mistral": (
             transformers.MistralModel,
             SMALL | {"num_key_value_heads": 2, "attention_dropout": 0.1},
-            r"layer layers.0.self_attn \(MistralAttention\) .* is local and drops attention probabilities",
+            r"layer layers.0.self_attn \(MistralAttention\) is local, .*dropout=0.1, .*no attention dropout",
         ),
         "bart_decoder": (
             transformers.BartForCausalLM,
@@ -449,7 +449,7 @@ REFUSED = known(
         "modernbert_dropping": (
             transformers.ModernBertModel,
             MODERN | {"attention_dropout": 0.1},
-            r"layer layers.1.attn \(ModernBertAttention\) .* is local and drops attention probabilities",
+            r"layer layers.1.attn \(ModernBertAttention\) is local, .*dropout=0.1, .*no attention dropout",
         ),
         "large_heads": (
             newest("EmbeddingGemma2TextModel"),

@@ -214,7 +214,10 @@ def test_the_texts_of_a_model_of_pictures_and_texts():
             {"index_n_heads": 2, "num_key_value_heads": 1},
             r"block_indices has shape \(2, 2, 8, 1\); for 8 tokens of 4 h",
         ),
-        ({"attention_dropout": 0.1}, "chooses its blocks and drops attention prob.* set config.attention_dropout to 0"),
+        (
+            {"attention_dropout": 0.1},
+            r"indexer chooses blocks of \d+ keys is given dropout_p.* set attention dropout to 0",
+        ),
         ({"output_attentions": True, "attn_implementation": "eager"}, "has config.output_attentions"),
     ],
 )

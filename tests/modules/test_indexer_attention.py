@@ -271,7 +271,11 @@ def test_a_copy_after_a_step_has_the_loss_without_its_graph():
     assert torch.equal(copied.loss, attention.loss) and not copied.loss.requires_grad
 
 
-@pytest.mark.parametrize("given", [{"index_dim": 0}, {"loss_weight": 0.0}, {"loss_weight": "1"}])
+@pytest.mark.parametrize(
+    "given", [{"index_dim": 17}, {"index_dim": 4.0}, {"index_heads": "2"}, {"loss_weight": 0.0}, {"loss_weight": "1"}]
+)
 def test_numbers_that_do_not_fit_have_a_sentence(given):
-    with pytest.raises(ValueError, match="; (it has to be a number above 0|give 1 to 16)"):
+    with pytest.raises(
+        ValueError, match="; (it has to be a number above 0|give 1 to 16|it has to be an integer of 1 or more)"
+    ):
         IndexerAttention(4, 2, 16, **given)

@@ -138,12 +138,46 @@ def test_nsa_is_refused_where_tokens_see_later_ones():
         (NativeSparsityConfig, {"window": 0}, "greater than or equal to 1"),
         (IndexerSparsityConfig, {"index_heads": "some"}, "'group', 'head' or 'one'"),
         (IndexerSparsityConfig, {"loss_weight": 0.0}, "greater than 0"),
-        (IndexerSparsityConfig, {"strict_causal": True}, "strict_causal cuts layouts"),
+        (IndexerSparsityConfig, {"strict_causal": True}, "strict_causal"),
     ],
 )
 def test_fields_that_do_not_fit(cls: Any, fields: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=sentence):
         cls(4, **fields)
+
+
+def test_parameters_are_drawn_once():
+    dense, config = torch.nn.Module(), SimpleNamespace(hidden_size=64, num_attention_heads=4)
+    for name in ("query", "key", "value"):
+        dense.add_module(name, nn.Linear(64, 64))
+    torch.manual_seed(0)
+    layer: Any = BertSparseSelfAttention(config, INDEXER, max_seq_length=96, projections_of=dense)
+    torch.manual_seed(0)
+    alone: Any = SparseSelfAttention(INDEXER, max_seq_length=96, head_dim=16)
+    found = layer.sparse_self_attention.sparse_attention.query_weight
+    assert torch.equal(found, alone.sparse_attention.query_weight)
+
+
+@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+def test_samples_of_vmap_belong_into_the_batch(structure: Any):
+    layer: Any = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2)
+    with pytest.raises(ValueError, match="Attention is called under torch.vmap, .* put samples into the batch"):
+        torch.func.vmap(layer.sparse_attention)(*(x[None] for x in operands(50)))
+
+
+@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+def test_heads_that_are_too_large_are_not_sent_to_operations_of_layouts(structure: Any):
+    layer: Any = SparseSelfAttention(structure, max_seq_length=96, head_dim=300)
+    with pytest.raises(ValueError, match="Head size is 300; it has to be from 1 to 256. Of a layout, MatMul and"):
+        layer.attend(*[torch.zeros(1, 4, 32, 300)] * 3)
+
+
+@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+def test_the_repr_has_the_sizes(structure: Any):
+    layer: Any = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2)
+    shown = repr(layer.sparse_attention)
+    assert "num_heads=4, num_key_heads=2, head_dim=16, " in shown
+    assert f"block=16, k={structure.num_chosen_blocks}, " in shown and "first=1, local=1" in shown
 
 
 def test_an_indexer_that_is_larger_than_heads_is_refused():

@@ -143,14 +143,48 @@ def test_there_are_no_separate_operations():
 
 
 def test_checkpoints_go_from_and_to_structures_with_a_layout():
-    """The layout of blocks that may be chosen is all but dense; another structure would compute on it."""
+    """Another structure would compute on blocks that may be chosen, which are all but dense."""
     chooses = SparseSelfAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), max_seq_length=128)
     fixed = SparseSelfAttention(ds_sparse.FixedSparsityConfig(4, block=32, num_local_blocks=2), max_seq_length=128)
-    of_fixed, of_chooses = fixed.master_layout.clone(), chooses.master_layout.clone()
+    of_fixed = fixed.master_layout.clone()
     fixed.load_state_dict(chooses.state_dict())
     assert torch.equal(fixed.master_layout, of_fixed)
     chooses.load_state_dict(fixed.state_dict())
-    assert torch.equal(chooses.master_layout, of_chooses) and chooses.max_seq_length == 128
+    assert chooses.master_layout.all() and chooses.max_seq_length == 128
+    with pytest.raises(ValueError, match="MobaSparsityConfig chooses blocks in each call, and takes no layout"):
+        chooses.master_layout = of_fixed
+
+
+def test_no_layout_is_made_of_what_may_be_chosen():
+    """Of this many tokens it would not fit into a machine."""
+    attention = SparseSelfAttention(
+        MobaSparsityConfig(4, block=16, num_chosen_blocks=2, causal=True), "add", "mul", 2**26
+    )
+    assert attention.attend(*operands(40)).shape == (2, 4, 40, 16)
+    assert list(attention.named_buffers()) == [] and attention.max_seq_length == 2**26
+    part = attention.attention.of_heads((0, 1))
+    assert part(*(x[:, :n] for x, n in zip(operands(40), (2, 1, 1), strict=True))).shape == (2, 2, 40, 16)
+    with pytest.raises(ValueError, match="Sequence Length, 40, needs to be dividable"):
+        SparseSelfAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), max_seq_length=40)
+
+
+@pytest.mark.parametrize(("selection", "causal"), [("token", True), ("token", False), ("block", False)])
+def test_no_sequences_and_tensors_without_values_give_their_shape(selection: Any, causal: bool):
+    structure = MobaSparsityConfig(4, block=16, num_chosen_blocks=2, selection=selection, causal=causal)
+    attention, given = SparseSelfAttention(structure, max_seq_length=64), operands(50)
+    for batch in ([x[:0] for x in given], [x.to("meta") for x in given]):
+        leaves = [x.requires_grad_() for x in batch]
+        output = attention.attend(*leaves, key_padding_mask=torch.ones_like(batch[0][:, 0, :, 0], dtype=torch.bool))
+        assert output.shape == leaves[0].shape and output.device == leaves[0].device
+        assert [x.shape for x in torch.autograd.grad(output.sum(), leaves)] == [x.shape for x in leaves]
+
+
+def test_samples_of_vmap_belong_into_the_batch():
+    attention = SparseSelfAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), max_seq_length=64)
+    with pytest.raises(
+        ValueError, match="MobaSparsityConfig is called under torch.vmap, .* put samples into the batch"
+    ):
+        torch.func.vmap(attention.attend)(*(x[None] for x in operands(50)))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +194,8 @@ def test_checkpoints_go_from_and_to_structures_with_a_layout():
         ({"num_chosen_blocks": 2, "num_first_blocks": 2}, "take 3 blocks whatever they score, and num_chosen_blocks"),
         ({"num_chosen_blocks": 2, "num_sliding_window_blocks": 3}, "take 3 blocks"),
         ({"block": 512, "selection": "block"}, "block is 512, and blocks of queries that choose together have 128"),
-        ({"strict_causal": True}, "strict_causal cuts layouts"),
+        ({"strict_causal": True}, "strict_causal"),  # cuts layouts, and seeds draw them
+        ({"seed": 0}, "seed"),
         ({"selection": "block", "causal": True}, 'selection is "block" and causal true'),
     ],
 )
@@ -209,12 +244,26 @@ def test_a_structure_goes_through_its_block():
     assert (structure.block, structure.selection) == (32, "block")
 
 
+def test_layers_that_drop_are_refused_at_the_door():
+    structure = MobaSparsityConfig(4, block=16)
+    sentence = 'dropout of attention .0.1.: MobaSparsityConfig .* set it to 0, or take selection "block"'
+    with pytest.raises(ValueError, match=sentence):
+        SparseSelfAttention(structure, attention_dropout=0.1)
+    with pytest.raises(ValueError, match=sentence):
+        ds_sparse.SparseMultiheadAttention(32, 4, dropout=0.1, sparsity_config=structure)
+    model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    with pytest.raises(ValueError, match=f"layer self_attn .MultiheadAttention. cannot be sparse. {sentence}"):
+        sparsify(model, structure)
+    assert type(model.self_attn) is torch.nn.MultiheadAttention
+    sparsify(model, MobaSparsityConfig(4, block=16, selection="block"))
+
+
 def test_a_causal_model_refuses_blocks_of_queries_at_the_door():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
     )
     model = transformers.LlamaForCausalLM(config)
-    with pytest.raises(ValueError, match='LlamaAttention. is causal, and blocks of queries .* take selection "token"'):
+    with pytest.raises(ValueError, match='LlamaAttention. cannot be sparse. a causal layer, .* take selection "token"'):
         sparsify(model, {"mode": "moba", "selection": "block"})
     assert model.config._attn_implementation != "ds_sparse"

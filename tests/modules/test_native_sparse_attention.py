@@ -136,6 +136,28 @@ def test_packed_documents_are_separate_calls(borders: list[int], length: int, co
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"stride": 1, "length": 3}, {"stride": 16, "length": 16}], ids=str)
+def test_later_queries_get_what_the_whole_sequence_gets(sizes: dict[str, int], mask: bool):
+    """One token and some, before the first compressed key is there, inside of a stride and at its ends; with gradients
+    of keys that are cached. Keys behind the queries are not seen."""
+    made, given, keep = module(**sizes), operands(61), padded(61) if mask else None
+    names = {"window_key": given[3], "window_value": given[4]}
+    whole = made(*given[:3], **names, key_padding_mask=keep)
+    for begin, end in [(0, 1), (6, 7), (7, 8), (11, 12), (60, 61), (0, 5), (3, 30), (20, 61), (44, 50)]:
+        for keys in (end, 61):
+            query, *others = given[0][:, :, begin:end], *(x[:, :, :keys] for x in given[1:])
+            more = {"window_key": others[2], "window_value": others[3], "query_offset": begin}
+            found = made(query, *others[:2], **more, key_padding_mask=None if keep is None else keep[:, :keys])
+            torch.testing.assert_close(found, whole[:, :, begin:end])
+            weight, leaves = random(seeded(1), *found.shape), [*given, *made.parameters()]
+            ours, theirs = (
+                torch.autograd.grad((x * weight).sum(), leaves, retain_graph=True)
+                for x in (found, whole[:, :, begin:end])
+            )
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_scale_and_gates_of_the_caller():
     gates = random(seeded(3), 2, 4, 30, 3).requires_grad_()
     given, made = operands(30), module()
@@ -234,8 +256,10 @@ def test_it_learns():
         ({"block": 48}, "block is 48; it has to be one of 16, 32"),
         ({"k": 1}, "k is 1, and first=1 and local=1 choose 2 blocks; give k=2 or more"),
         ({"stride": 5}, "stride is 5, length 8 and block 16; both have to be multiples of the stride"),
-        ({"length": 0}, "length 0"),
-        ({"window": 0}, "window is 0; it has to be 1 or more"),
+        ({"length": 0}, "length is 0; it has to be an integer of 1 or more"),
+        ({"stride": 4.0}, "stride is 4.0; it has to be an integer of 1 or more"),
+        ({"window": "3"}, "window is '3'; it has to be an integer of 1 or more"),
+        ({"window": 0}, "window is 0; it has to be an integer of 1 or more"),
     ],
     ids=str,
 )
@@ -250,15 +274,20 @@ def test_what_is_not_computed_is_a_sentence():
         ({"causal": False}, "causal is False, and NativeSparseAttention is for causal models"),
         ({"cu_seqlens": torch.tensor([0, 20])}, "query has 2 sequences; packed documents are one row"),
         ({"cu_seqlens": torch.tensor([0, 20]), "key_padding_mask": padded(20)}, "key_padding_mask is given for packed"),
-        ({"query_offset": 3}, "query_offset is 3"),
-        ({"query_offset": torch.tensor([0, 0])}, "query_offset is tensor"),
+        ({"query_offset": 3}, "query_offset is 3, for 20 queries among 20 keys"),
+        ({"key_padding_mask": torch.ones(2, 21)}, r"key_padding_mask has shape \(2, 21\)"),
+        ({"key_padding_mask": torch.ones(2, 20, dtype=torch.int64)}, "key_padding_mask is torch.int64"),
+        ({"gates": torch.ones(2, 4, 20, 1)}, r"gates have shape .*; they have to be \(2, 4, 20, 3\)"),
+        ({"gates": torch.ones(3, 4, 20, 3)}, "gates have shape"),
     ):
         with pytest.raises(ValueError, match=sentence):
             made(query, key, value, **more)
+    with pytest.raises(TypeError, match="in a window it has to be an integer, the same for all sequences"):
+        made(query, key, value, query_offset=torch.tensor([0, 0]))
     with pytest.raises(ValueError, match="stride is 4; of packed documents it has to be a power of two, 8 or more"):
         made(query[:1], key[:1], value[:1], cu_seqlens=torch.tensor([0, 20]))
-    with pytest.raises(ValueError, match="query has 4 tokens, key 20"):
-        made(query[:, :, :4], key, value)
+    with pytest.raises(ValueError, match="query_offset is given for packed"):
+        module(stride=8)(query[:1, :, 16:], key[:1], value[:1], query_offset=16, cu_seqlens=torch.tensor([0, 20]))
     with pytest.raises(ValueError, match=r"the module was built for query \(batch, 4, tokens, 8\)"):
         made(query[:, :2], key, value)
     with pytest.raises(TypeError, match="key"):

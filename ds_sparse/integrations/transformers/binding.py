@@ -7,7 +7,8 @@ import functools
 import inspect
 import json
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,12 +18,12 @@ from transformers import PreTrainedConfig
 
 from ...config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, read_block
 from ...config.block import beyond, layers_of
-from ...modules.chosen_attention import LEARNED, LearnedAttention, learned_attention
+from ...modules.chosen_attention import LEARNED, LearnedAttention, learned_attention, refuse_options
 from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
-from ...sparsity import MobaSparsityConfig, SparsityConfig, adds_parameters
+from ...sparsity import SparsityConfig, adds_parameters
 from ...sparsity.declarations import declared_value
 from ...sparsity.draws import Draws, draws, why_unrepeatable
 from ...tools.wording import show
@@ -132,10 +133,8 @@ def learned_of_each(
 
 
 def _learned_of(name: str, layer: nn.Module, structure: Any) -> LearnedAttention:
-    try:
+    with _of_layer(name, layer):
         made = learned_attention(structure, *seen_operands[layer], causal=is_causal(layer), like=layer)
-    except ValueError as error:
-        raise ValueError(f"{named({name: layer})} cannot be sparse. {error}") from error
     before = vars(layer)["_modules"].get(LEARNED)
     if before is not None and _shapes(before) == _shapes(made):
         made.load_state_dict(before.state_dict(keep_vars=True), assign=True)
@@ -143,6 +142,15 @@ def _learned_of(name: str, layer: nn.Module, structure: Any) -> LearnedAttention
         for module in made.modules():
             vars(module)["_is_hf_initialized"] = True  # else models around this one would draw the parameters anew
     return made
+
+
+@contextmanager
+def _of_layer(name: str, layer: nn.Module) -> Iterator[None]:
+    """Has a ValueError say that the layer cannot be sparse."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{named({name: layer})} cannot be sparse. {error}") from error
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -170,7 +178,7 @@ def attention_of_each(
 
     Raises:
         ValueError: a structure has no layout of that length; `layers` of the block name a layer that there is not, or
-            layers alone that take no structure; blocks of queries would choose in a causal layer.
+            layers alone that take no structure; a layer that asks for what its structure does not compute.
     """
     if structures is None:
         return {name: own_attention_of(layer) or dense_attention for name, layer in layers.items()}
@@ -179,12 +187,9 @@ def attention_of_each(
     attentions: dict[str, Attention] = {}
     for number, (name, layer) in enumerate(layers.items()):
         own, structure = own_attention_of(layer), structures.of(number)
-        of_blocks = isinstance(structure, MobaSparsityConfig) and structure.selection == "block"
-        if own is None and of_blocks and is_causal(layer):
-            raise ValueError(
-                f"{named({name: layer})} is causal, and blocks of queries that choose together would tell of those "
-                'ahead; take selection "token".'
-            )
+        if own is None:
+            with _of_layer(name, layer):
+                refuse_options(structure, **seen_options.get(layer, {}) | {"causal": is_causal(layer)})
         if own is None and structure is not None and id(structure) not in made:
             block = structures.block_of(number) if shared else None
             made[id(structure)] = _attention_on(structure, block, length)
@@ -273,6 +278,9 @@ seen_windows: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDict
 
 seen_operands: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
 """The number of key heads and the size of heads that a layer had in a trial."""
+
+seen_options: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""The options that a layer gave its attention in a trial, as in training: numbers, and True in the place of tensors."""
 
 seen_across: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that were seen in a trial to attend to another sequence than that of their queries, as where a learned

@@ -28,10 +28,10 @@ from .binding import (
     chosen_blocks_of,
     is_causal,
     named,
-    own_attention_of,
     seen_across,
     seen_causal,
     seen_operands,
+    seen_options,
     seen_windows,
     set_config,
 )
@@ -188,7 +188,7 @@ def _why_not_by_trial(
 ) -> str | None:
     name, heads = type(model).__name__, getattr(model.config, "num_attention_heads", None)
     try:
-        seen = _heads_in_a_trial(model, around)
+        seen = _heads_in_a_trial(model, set(layers.values()), around)
     except OtherKeys as refusal:
         return _with_cross_attention(model, str(refusal))
     except Refused as refusal:
@@ -204,17 +204,6 @@ def _why_not_by_trial(
             f"({error}); {another}."
         )
     layers = _self_attention(layers)
-    dropping = {
-        layer: module
-        for layer, module in layers.items()
-        if own_attention_of(module) is not None and getattr(module, "attention_dropout", False)
-    }
-    if dropping:
-        what = "chooses its blocks" if chosen_blocks_of(next(iter(dropping.values()))) else "is local"
-        return (
-            f"{named(dropping)} of {name} {what} and drops attention probabilities, which {NAME} does not there; set "
-            "config.attention_dropout to 0."
-        )
     silent = {layer: module for layer, module in layers.items() if module not in seen}
     if silent:
         return f"{named(silent)} of {name} did not call the attention function, and would stay dense; {_WHAT_TO_USE}"
@@ -233,9 +222,11 @@ def _why_not_by_trial(
     return None
 
 
-def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel]) -> dict[nn.Module, int]:
+def _heads_in_a_trial(
+    model: PreTrainedModel, layers: set[nn.Module], around: Sequence[PreTrainedModel]
+) -> dict[nn.Module, int]:
     """The modules of a model that called `attention` in a trial of it, or of one around it, with their number of query
-    heads."""
+    heads. Of its layers each itself, but not what is inside, is in training, and so asks for dropout."""
     heads: dict[nn.Module, int] = {}
     windows: dict[str, Window] = {}
 
@@ -244,6 +235,8 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
             noting: Any = functools.partial(_note, heads, name, module)
             if isinstance(module, nn.MultiheadAttention):
                 twin.register_forward_pre_hook(functools.partial(_note_across, module), with_kwargs=True)
+            elif module in layers:
+                twin.training = True
             twin._ds_sparse = Attached(None, Length(0, False), noting, name)
             if module is model:
                 set_config(twin.config, {})
@@ -283,19 +276,21 @@ def _note(
     value: torch.Tensor,
     causal: bool = False,
     block_indices: torch.Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> torch.Tensor:
     """Stands for StructuredAttention in a trial."""
     chosen = chosen_blocks_of(module)
     try:
         check_attention_operands(query, key, value)
         if chosen is not None and block_indices is not None:
-            chosen(query, key, value, block_indices=block_indices)
+            chosen(query, key, value, block_indices=block_indices, dropout_p=options.get("dropout_p", 0.0))
     except ValueError as error:
         raise Refused(f"{named({name: module})} gives the attention what it does not take. {error}") from error
     if causal and not is_causal(module):
         seen_causal.add(module)
     heads[module], seen_operands[module] = query.shape[1], (key.shape[1], key.shape[3])
+    given = {name: x for name, x in options.items() if name != "key_padding_mask" and x is not None}
+    seen_options[module] = {name: True if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     return torch.empty_like(query)
 
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from ...layout import is_distributed
 from ...modules.bert import VARIANTS
-from ...modules.chosen_attention import LEARNED
+from ...modules.chosen_attention import LEARNED, chooses_by_group
 from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
@@ -173,7 +173,7 @@ def _attend_packed(call: Call, documents: PackedDocuments) -> torch.Tensor:
 
 
 def _compute(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-    attention = attention_of(call.layer, call.query)
+    attention = attention_of(call.layer, call.query, call.key)
     learned = call.layer._modules.get(LEARNED)
     if learned is not None:
         options["learned"] = learned
@@ -258,11 +258,12 @@ def _refuse_what_is_no_encoder(call: Call) -> None:
         )
 
 
-def attention_of(layer: nn.Module, query: torch.Tensor) -> Any:
+def attention_of(layer: nn.Module, query: torch.Tensor, key: torch.Tensor) -> Any:
     """Takes what computes in a layer; of a structure the part for this rank's heads, where the query has fewer.
 
     Raises:
-        ValueError: fewer heads than the model has, in a layer that is not dealt to ranks, or not evenly.
+        ValueError: fewer heads than the model has, in a layer that is not dealt to ranks, or not evenly, or not in
+            whole groups where these choose blocks.
     """
     attention: Any = attached_to(layer).attention
     kinds = StructuredAttention | LocalAttention | ChosenBlocks
@@ -291,6 +292,13 @@ def attention_of(layer: nn.Module, query: torch.Tensor) -> Any:
         raise ValueError(
             f"{which(layer)} has {of_all} heads, of which rank {rank} of {ranks} has {heads}; a structure is dealt to "
             f"ranks that have as many heads each: take a number of ranks that divides {of_all}."
+        )
+    group = of_all // (getattr(config, "num_key_value_heads", None) or of_all)
+    if chooses_by_group(attention.sparsity_config) and heads != group * key.shape[1]:
+        raise Refused(
+            f"{which(layer)} has groups of {group} heads that share a key head and choose their blocks together, and "
+            f"rank {rank} of {ranks} has {heads} heads and {key.shape[1]} key head{'s' * (key.shape[1] > 1)}; take a "
+            "number of ranks that divides that of key heads, or set chosen_by_group to false."
         )
     return attention.of_heads(tuple(range(rank * heads, (rank + 1) * heads)))
 

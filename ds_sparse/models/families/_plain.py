@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...modules.chosen_attention import refuse_options
 from ...modules.code_names import functions_of, name_attention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
 from ...ops.operands import check_attention_operands
@@ -88,6 +89,14 @@ def refuse_head_size(name: str, layer: nn.Module, heads: int, head_size: int) ->
     x = torch.empty(1, heads, 1, head_size)
     try:
         check_attention_operands(x, x, x)
+    except ValueError as error:
+        raise ValueError(f"{named(name, layer)} cannot be sparse. {error}") from error
+
+
+def refuse_dropout(name: str, layer: Any, structure: SparsityConfig) -> None:
+    """Raises ValueError where a layer drops attention probabilities, and its structure does not compute that."""
+    try:
+        refuse_options(structure, dropout_p=layer.dropout)
     except ValueError as error:
         raise ValueError(f"{named(name, layer)} cannot be sparse. {error}") from error
 

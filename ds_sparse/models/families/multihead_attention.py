@@ -17,7 +17,14 @@ from ...modules.structured_attention import StructuredAttention
 from ..report import Change, Kind, describe
 from ..structures import Structures
 from ..trial import fake_copy, in_trial, made_up_inputs
-from ._plain import changes_by_structure, cross_attention_layers, named, refuse_head_size, refuse_methods_past_the_class
+from ._plain import (
+    changes_by_structure,
+    cross_attention_layers,
+    named,
+    refuse_dropout,
+    refuse_head_size,
+    refuse_methods_past_the_class,
+)
 from ._registry import Family
 
 _WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -56,6 +63,8 @@ class Turn:
     them parameters, hooks and whatever else holds them."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], attention: StructuredAttention):
+        for name, layer in layers.items():
+            refuse_dropout(name, layer, attention.sparsity_config)
         was, now = nn.MultiheadAttention.__name__, SparseMultiheadAttention.__name__
         self.kinds = [Kind(layers, [was] * len(layers), [now] * len(layers), describe(attention))]
         self._layers, self._attention = list(layers.values()), attention

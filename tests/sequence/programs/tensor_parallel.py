@@ -31,10 +31,10 @@ LAYERS = {
 }
 
 
-def make(name):
+def make(name, **more):
     torch.manual_seed(0)
     cls = getattr(transformers, name)
-    return cls(cls.config_class(**MODELS[name])).double()
+    return cls(cls.config_class(**MODELS[name] | more)).double()
 
 
 def batch_of():
@@ -106,8 +106,30 @@ def ranks_that_have_other_numbers_of_heads_are_refused():
     ds_sparse.sparsify(model, BLOCK)
     layer, rank = model.bert.encoder.layer[0].attention.self, distributed.get_rank()
     layer.query.mp_group = distributed.group.WORLD  # as DeepSpeed's AutoTP leaves it
-    said = refusal(lambda: attention_of(layer, torch.ones(1, 2 - rank, 32, 8)))
+    said = refusal(lambda: attention_of(layer, *[torch.ones(1, 2 - rank, 32, 8)] * 2))
     assert f"has 3 heads, of which rank {rank} of 2 has {2 - rank}" in said and "that divides 3" in said, said
+
+
+@case
+def heads_that_choose_blocks_together_stay_on_a_rank():
+    def steps(key_heads, columns, **more):
+        block = {"mode": "moba", "block": 16, "num_chosen_blocks": 3, **more}
+        whole, model = ((make("LlamaForCausalLM", num_key_value_heads=key_heads)) for _ in range(2))
+        ds_sparse.sparsify(whole, block)
+        ds_sparse.sparsify(model, block)
+        for layer in model.model.layers:
+            plan = {f"self_attn.{name}": ColwiseParallel() for name in columns}
+            parallelize_module(layer, init_device_mesh("cpu", (2,)), plan | {"self_attn.o_proj": RowwiseParallel()})
+        return model, whole
+
+    for model, whole in (
+        steps(2, ("q_proj", "k_proj", "v_proj"), chosen_by_group=True),
+        steps(1, ("q_proj",), chosen_by_group=False),  # each rank has the key head of all
+    ):
+        torch.testing.assert_close(model(**batch_of()).loss, whole(**batch_of()).loss)
+    model, _ = steps(1, ("q_proj",), chosen_by_group=True)
+    said = refusal(lambda: model(**batch_of()))
+    assert "groups of 4 heads" in said and "has 2 heads and 1 key head;" in said, said
 
 
 @slow_case("the quick tests deal a model that is sparse")
