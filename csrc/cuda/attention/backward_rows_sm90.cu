@@ -81,14 +81,12 @@ __device__ __forceinline__ void run_producer(
       continue;
     }
     const auto group_mask = GroupMask<kLimited>::template of_warp_tile<false>(p.scoring, lists, item);
-    Gathered<kBlockN, kPacked> next(other, boxes, 0);
+    Listed<kBlockN, kPacked> next(other, 0);
     for (int step = 0; step < steps; ++step, pipe.next()) {
       auto& stage = memory.stages[pipe.index];
       Barrier& full = memory.stage_full[pipe.index];
-      const Gathered<kBlockN, kPacked> here = next;
-      if (step + 1 < steps) {
-        next = Gathered<kBlockN, kPacked>(other, boxes, step + 1);
-      }
+      const Gathered<kBlockN, kPacked> here(other, boxes, next, step);
+      next = Listed<kBlockN, kPacked>(other, step + 1);
       const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
       memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
       announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, sizeof(stage), lists, work, step);

@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 
 // Combines the splits of rows, each thread those of four numbers of one.
 template <class T>
-__global__ void __launch_bounds__(2 * kThreads)
+__global__ void __launch_bounds__(2 * kThreads, kCombineBlocks)
     combine_kernel(const __grid_constant__ Forward<T> p, const int32_t* cuts, int num_cuts) {
   const CombineRows cut(p.lists, cuts, num_cuts);
   if (cut.num_splits == 0) {
@@ -274,17 +274,28 @@ __global__ void __launch_bounds__(2 * kThreads)
     const float row_max = largest == -kInfinity ? 0.0f : largest;
     float sum = 0;
     float4 value{0, 0, 0, 0};
-#pragma unroll 4
-    for (int split = 0; split < cut.num_splits; ++split) {
-      const RowMaxSum row = p.split_row_max_sums[place(split)];
-      const float weight = expf(row.row_max - row_max) * row.row_sum;
-      const float* from = p.split_outputs.data + place(split) * p.head_dim + column;
-      const float4 of_split = row.row_sum == 0 ? float4{0, 0, 0, 0} : *reinterpret_cast<const float4*>(from);
-      sum += weight;
-      value.x += weight * of_split.x;
-      value.y += weight * of_split.y;
-      value.z += weight * of_split.z;
-      value.w += weight * of_split.w;
+    for (int first = 0; first < cut.num_splits; first += kSplitsAtOnce) {
+      float row_maxima[kSplitsAtOnce], row_sums[kSplitsAtOnce];
+      uint4 loaded[kSplitsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kSplitsAtOnce; ++i) {
+        const int64_t from = place(min(first + i, cut.num_splits - 1));
+        row_maxima[i] = p.split_row_max_sums[from].row_max;
+        row_sums[i] = p.split_row_max_sums[from].row_sum;
+        loaded[i] = *reinterpret_cast<const uint4*>(p.split_outputs.data + from * p.head_dim + column);
+      }
+#pragma unroll
+      for (int i = 0; i < kSplitsAtOnce; ++i) {
+        const float row_sum = first + i < cut.num_splits ? row_sums[i] : 0.0f;
+        const float weight = expf(row_maxima[i] - row_max) * row_sum;
+        // By bits: what is chosen would be loaded when it is known that it is, one split after the other.
+        const uint32_t written = row_sum == 0 ? 0u : 0xffffffffu;
+        sum += weight;
+        value.x += weight * __uint_as_float(loaded[i].x & written);
+        value.y += weight * __uint_as_float(loaded[i].y & written);
+        value.z += weight * __uint_as_float(loaded[i].z & written);
+        value.w += weight * __uint_as_float(loaded[i].w & written);
+      }
     }
     const float factor = sum > 0 ? 1 / sum : 0.0f;
     store_run(

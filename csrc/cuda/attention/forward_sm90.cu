@@ -136,12 +136,10 @@ __device__ __forceinline__ void run_producer(
     };
 
     if (steps > 0) {
-      Gathered<kBlockN, M::kPacked> next(other, boxes, 0);
+      Listed<kBlockN, M::kPacked> next(other, 0);
       for (int step = 0; step < steps; ++step, pipe.next()) {
-        const Gathered<kBlockN, M::kPacked> here = next;
-        if (step + 1 < steps) {
-          next = Gathered<kBlockN, M::kPacked>(other, boxes, step + 1);
-        }
+        const Gathered<kBlockN, M::kPacked> here(other, boxes, next, step);
+        next = Listed<kBlockN, M::kPacked>(other, step + 1);
         if constexpr (kLoads != Loads::kValues) {
           const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
           Barrier& full = memory.k_full[pipe.index];

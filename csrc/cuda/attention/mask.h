@@ -38,9 +38,15 @@ struct OtherSide {
 
   __device__ int steps() const { return ((num_entries << log_block) + kTokens - 1) / kTokens; }
 
-  __device__ Octet octet(int step, int number) const { return octets(step, number, 1); }
-  // Sixteen neighbouring tokens, of blocks of 16 or more, as their first eight.
-  __device__ Octet group(int step, int number) const { return octets(step, 2 * number, 2); }
+  __device__ __forceinline__ Octet octet(int step, int number) const {
+    const int place = step * kTokens + number * 8, entry = place >> log_block;
+    return entry < num_entries ? octets(entries[entry], {0, 0}, place, 1) : Octet{0, 0};
+  }
+  // Sixteen neighbouring tokens, of blocks of 16 or more, as their first eight. `entry`, with its span: that of their
+  // place among the tokens of all entries, or, where there are not as many, any.
+  __device__ __forceinline__ Octet group(uint32_t entry, int2 span, int place) const {
+    return place >> log_block < num_entries ? octets(entry, span, place, 2) : Octet{0, 0};
+  }
 
   // The token at `row` of a step, or -1.
   __device__ __forceinline__ int token(int step, int tile_row) const {
@@ -53,16 +59,11 @@ struct OtherSide {
   }
 
  private:
-  __device__ __forceinline__ Octet octets(int step, int number, int count) const {
-    const int place = step * kTokens + number * 8, entry = place >> log_block;
-    if (entry >= num_entries) {
-      return {0, 0};
-    }
-    const uint32_t word = entries[entry];
+  __device__ __forceinline__ Octet octets(uint32_t entry, int2 span, int place, int count) const {
     const int in_block = place & ((1 << log_block) - 1);
-    Octet octet{static_cast<int>(block_of(word) << log_block) + in_block, owners_of(word)};
+    Octet octet{static_cast<int>(block_of(entry) << log_block) + in_block, owners_of(entry)};
     if constexpr (kPacked) {
-      const int left = spans[entry].y - in_block;
+      const int left = span.y - in_block;
       octet.owners = left <= 0          ? 0
                      : left < 8 * count ? octet.owners | Octet::kBiased | left << Octet::kLeft
                                         : octet.owners;

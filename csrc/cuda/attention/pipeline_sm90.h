@@ -50,6 +50,28 @@ __device__ __forceinline__ int2 place_of_rows(const TokenStrides& tokens, int nu
                                          : make_int2(number, head);
 }
 
+// What the list says of a step's groups of 16 tokens, by a producer warp: of each in one of the first lanes. It is left
+// as it was loaded, so that a warp that asks a step ahead does not wait. A step may lack tokens, or not exist: others
+// take their place, which nobody sees.
+template <int kTokens, bool kPacked>
+struct Listed {
+  uint32_t entry;
+  int2 span;
+
+  __device__ __forceinline__ Listed(const OtherSide<kTokens, kPacked>& other, int step) : span{0, 0} {
+    const int number = min(place_of_group(step) >> other.log_block, other.num_entries - 1);
+    entry = other.entries[number];
+    if constexpr (kPacked) {
+      span = other.spans[number];
+    }
+  }
+
+  // Among the tokens of all entries.
+  static __device__ __forceinline__ int place_of_group(int step) {
+    return step * kTokens + threadIdx.x % (kTokens / 16) * 16;
+  }
+};
+
 // A step of the other side, as a producer warp sees it: its box's first token, and a group of 16 for the first lanes.
 template <int kTokens, bool kPacked>
 struct Gathered {
@@ -57,15 +79,14 @@ struct Gathered {
   int token_in_memory;
   Octet group;  // the first eight of it stand for all
 
-  // The last step may lack tokens: others take their place, which nobody sees.
   template <class B>
-  __device__ __forceinline__ Gathered(const OtherSide<kTokens, kPacked>& other, const B& boxes, int step) {
-    const int place = step * kTokens + boxes.tile_row, lane = threadIdx.x % 32;
-    const int entry = min(place >> other.log_block, other.num_entries - 1);
-    const int in_block = place & ((1 << other.log_block) - 1);
-    token = static_cast<int>(block_of(other.entries[entry]) << other.log_block) + in_block;
-    token_in_memory = kPacked ? other.spans[entry].x + in_block : token;
-    group = lane < kTokens / 16 ? other.group(step, lane) : Octet{0, 0};
+  __device__ __forceinline__
+  Gathered(const OtherSide<kTokens, kPacked>& other, const B& boxes, const Listed<kTokens, kPacked>& listed, int step) {
+    const int place = listed.place_of_group(step), in_block = place & ((1 << other.log_block) - 1);
+    const auto of_box = [&](int first) { return __shfl_sync(0xffffffffu, first + in_block, boxes.tile_row / 16); };
+    token = of_box(static_cast<int>(block_of(listed.entry) << other.log_block));
+    token_in_memory = kPacked ? of_box(listed.span.x) : token;
+    group = other.group(listed.entry, listed.span, place);
   }
 };
 

@@ -28,6 +28,9 @@ constexpr int kStep = kHeadDim * sizeof(T) <= 256   ? 64
 // Neighbouring rows of a tile whose list is split, which a thread block combines.
 constexpr int kCombineRows = 16;
 static_assert(kBlockM % kCombineRows == 0 && kHopperBlockM % kCombineRows == 0);
+// Forward, so many splits' results are on their way together, for which a multiprocessor's registers are shared by no
+// more thread blocks.
+constexpr int kSplitsAtOnce = 4, kCombineBlocks = 4;
 
 // On Hopper. A thread block has a multiprocessor for itself, with its 65536 registers.
 
