@@ -16,9 +16,11 @@ from benchmarks.models.results import longest_of
 from benchmarks.train import results as train_results
 
 from .claims import (
+    DECODER,
     DNA,
     DOCUMENTS,
     DOCUMENTS_IN_A_MINUTE,
+    ENCODER,
     LARGE_LONGEST,
     LENGTHS,
     LONGER,
@@ -261,6 +263,12 @@ GAINS = {
     ),
     "documents_minute": Picture(
         DOCUMENTS_IN_A_MINUTE, draw_curves, "The same losses in one minute, with more arms", train_tables
+    ),
+    "decoder": Picture(
+        DECODER, draw_curves, "Held-out loss of a decoder against tokens and against seconds, by arm", train_tables
+    ),
+    "encoder": Picture(
+        ENCODER, draw_curves, "Held-out loss of an encoder against tokens and against seconds, by arm", train_tables
     ),
     "packed": Picture([MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }

@@ -375,7 +375,7 @@ OPERATION = Operation(
         "cudnn": sdpa_by(SDPBackend.CUDNN_ATTENTION),
         "flash": sdpa_by(SDPBackend.FLASH_ATTENTION),
     },
-    ours=ALWAYS,
+    ours=(OURS, CHOOSING),
     options=options,
     cases=lambda args: cases_of(args, TABLE, "peers"),
     names=lambda args: list(dict.fromkeys([*ALWAYS, *args.peers])),
