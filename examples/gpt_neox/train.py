@@ -151,15 +151,14 @@ def held_out_loss(engine: Any, text: Text) -> float:
 
 def generated(engine: Any, text: Text, args: argparse.Namespace) -> str:
     """Text of a model after the first half of a held-out sequence, of which it reads the cached keys of its layout
-    alone; one with NSA computes all anew for each byte."""
+    alone."""
     if not args.generate:
         return ""
     prompt = text.held_out[:1, : args.max_seq_length // 2].long().to(DEVICE)
-    whole = any(isinstance(module, ds_sparse.NativeSparseAttention) for module in engine.module.modules())
     torch.manual_seed(args.seed)
     tokens = engine.module.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.generate, do_sample=True, top_k=20,
-        temperature=0.7, eos_token_id=None, use_cache=not whole,
+        temperature=0.7, eos_token_id=None,
     )  # fmt: skip
     return readable(tokens[0, prompt.shape[1] :])
 
