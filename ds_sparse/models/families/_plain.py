@@ -93,10 +93,10 @@ def refuse_head_size(name: str, layer: nn.Module, heads: int, head_size: int) ->
         raise ValueError(f"{named(name, layer)} cannot be sparse. {error}") from error
 
 
-def refuse_dropout(name: str, layer: Any, structure: SparsityConfig) -> None:
-    """Raises ValueError where a layer drops attention probabilities, and its structure does not compute that."""
+def refuse_asked(name: str, layer: nn.Module, structure: SparsityConfig, **options: Any) -> None:
+    """Raises ValueError where a layer asks for what its structure does not compute, such as dropout."""
     try:
-        refuse_options(structure, dropout_p=layer.dropout)
+        refuse_options(structure, **options)
     except ValueError as error:
         raise ValueError(f"{named(name, layer)} cannot be sparse. {error}") from error
 

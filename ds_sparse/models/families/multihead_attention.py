@@ -21,7 +21,7 @@ from ._plain import (
     changes_by_structure,
     cross_attention_layers,
     named,
-    refuse_dropout,
+    refuse_asked,
     refuse_head_size,
     refuse_methods_past_the_class,
 )
@@ -64,7 +64,7 @@ class Turn:
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], attention: StructuredAttention):
         for name, layer in layers.items():
-            refuse_dropout(name, layer, attention.sparsity_config)
+            refuse_asked(name, layer, attention.sparsity_config, dropout_p=layer.dropout)
         was, now = nn.MultiheadAttention.__name__, SparseMultiheadAttention.__name__
         self.kinds = [Kind(layers, [was] * len(layers), [now] * len(layers), describe(attention))]
         self._layers, self._attention = list(layers.values()), attention

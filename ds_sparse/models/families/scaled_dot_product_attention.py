@@ -29,7 +29,7 @@ from ...ops.operands import check_attention_operands
 from ..report import Change, Kind, describe
 from ..structures import Structures
 from ..trial import TOKENS, fake_copy, in_trial, made_up_inputs
-from ._plain import changes_by_structure, named, refuse_methods_past_the_class
+from ._plain import Alike, changes_by_structure, named, refuse_asked, refuse_methods_past_the_class
 from ._registry import Family
 from .bing_bert import check_in_the_manner, in_the_manner
 
@@ -62,7 +62,7 @@ class ScaledDotProductAttention(Family):
             layers,
             kinds,
             structures,
-            lambda alike: Interceptions(alike.layers, alike.attention(model, max_seq_length)),
+            lambda alike: _interceptions(alike, selves, model, max_seq_length),
             cross_attention,
         )
 
@@ -93,9 +93,10 @@ class Interceptions:
 
 @dataclass
 class _Tried:
-    """A layer's calls in a trial."""
+    """A layer's calls in a trial, the last one's options."""
 
     heads: set[int] = field(default_factory=set)
+    options: dict[str, Any] = field(default_factory=dict)
     refusal: CannotBeSparse | None = None
     not_taken: ValueError | None = None
     error: Exception | None = None  # with which it did not run
@@ -108,9 +109,11 @@ class _Tried:
     def is_cross_attention(self) -> bool:
         return isinstance(self.refusal, CrossAttention) and not self.heads
 
-    def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
+    def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """Stands for StructuredAttention."""
         self.heads.add(query.shape[1])
+        # No tensor of the trial is kept.
+        self.options = {name: True if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         try:
             check_attention_operands(query, key, value)
         except ValueError as error:
@@ -125,6 +128,14 @@ class _TriedLayers(dict[str, nn.Module]):
         self.tried = {name: seen for name, seen in tried.items() if seen.called}
         super().__init__({name: layers[name] for name in self.tried})
         self.failed = {name: (layers[name], seen.error) for name, seen in tried.items() if seen.error is not None}
+
+
+def _interceptions(
+    alike: Alike, tried: Mapping[str, _Tried], model: nn.Module, max_seq_length: int | None
+) -> Interceptions:
+    for name, layer in alike.layers.items():
+        refuse_asked(name, layer, alike.structure, **tried[name].options)
+    return Interceptions(alike.layers, alike.attention(model, max_seq_length))
 
 
 def _heads(name: str, layer: nn.Module, tried: _Tried) -> int:
@@ -188,6 +199,7 @@ def _run(
             if original in names:
                 vars(twin).pop("forward", None)  # refused later; what is tried is the module's own
                 make_calls_sparse(twin, names[original], seen[names[original]].attention)
+                twin.training = True  # alone, so that it asks for dropout as in training
         of_model = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         double(torch.zeros(shape, dtype=dtype if dtype == torch.int64 else of_model), *more)
 

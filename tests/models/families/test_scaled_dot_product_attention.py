@@ -51,6 +51,26 @@ def test_dropout_of_the_call_is_that_of_probabilities():
     assert not torch.equal(model(hidden()), model(hidden()))
 
 
+class DropsInTraining(Fused):
+    def forward(self, x):
+        self.options["dropout_p"] = 0.5 if self.training else 0.0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "selection", "sentence"),
+    [
+        (DropsInTraining(), "token", "dropout of attention .0.5.: .* set it to 0"),
+        (Fused(is_causal=True), "block", 'a causal layer, .*; take selection "token"'),
+    ],
+)
+def test_what_is_not_computed_where_queries_choose_is_refused_at_the_door(layer, selection, sentence):
+    model = Sequence(layer).eval()
+    with pytest.raises(ValueError, match=f"cannot be sparse. {sentence}"):
+        ds_sparse.sparsify(model, {"mode": "moba", "block": 16, "selection": selection})
+    ds_sparse.sparsify(model, DENSE, max_seq_length=64)
+
+
 def test_a_compiled_model_is_one_graph():
     torch._dynamo.reset()
     model, x = Sequence(Fused(), Outer()), hidden()
