@@ -23,6 +23,7 @@ class Choice:
         block_indices: (B or 1, G, T or blocks of queries, k), int32 or int64: numbers of blocks, -1 for none, in any
             order, for each of G groups of neighbouring heads.
         block: keys in a block.
+        sequences: B, of the query.
         heads: H, of the query.
         tokens, keys: T and S.
         query_block: queries that chose together.
@@ -33,6 +34,7 @@ class Choice:
 
     block_indices: Tensor
     block: int
+    sequences: int
     heads: int
     tokens: int
     keys: int
@@ -64,6 +66,7 @@ class Choice:
             >>> rows.heads, rows.rows, rows.columns
             (4, 64, 64)
         """
+        _check("sequence", sequence, self.sequences)
         indices = _of(self.block_indices, sequence).cpu()
         keep = None if self.key_padding_mask is None else kept(_of(self.key_padding_mask, sequence)).cpu()
         at, begins, blocks = self._position(sequence), self._begins(), -(-self.keys // self.block)
@@ -110,9 +113,8 @@ class Choice:
               0 to 15, block 0: chosen
               16 to 20, block 1: its own
         """
-        for name, number, end in (("token", token, self.tokens), ("head", head, self.heads)):
-            if not 0 <= number < end:
-                raise IndexError(f"{name} is {number}; it has to be from 0 to {end - 1}.")
+        _check("token", token, self.tokens)
+        _check("head", head, self.heads)
         (seen,) = self.rows(sequence).maker(head)(range(token, token + 1))
         begin, keys = int(self._begins()[token]), seen.nonzero().flatten()
         own = (token - begin + self._position(sequence)) // self.block
@@ -212,11 +214,16 @@ class _Recorder:
     def note(self, block_indices: Tensor, block: int, query: Tensor, key: Tensor, **about: Any) -> None:
         if not self.running:  # of another model
             return
-        sizes = query.shape[1], query.shape[2], key.shape[2]
+        sizes = *query.shape[:3], key.shape[2]
         self.choices[self.running[-1]] = Choice(block_indices.detach(), block, *sizes, **about)
 
 
 _recorders: list[_Recorder] = []
+
+
+def _check(name: str, number: int, end: int) -> None:
+    if not 0 <= number < end:
+        raise IndexError(f"{name} is {number}; it has to be from 0 to {end - 1}.")
 
 
 def _of(x: Tensor, sequence: int) -> Tensor:

@@ -184,6 +184,8 @@ def test_a_query_is_explained():
     assert choices[""].explain(21) == "Token 21, head 0, sees keys of 1 block:\n  21 to 21, block 0: its own"
     with pytest.raises(IndexError, match="token is 70; it has to be from 0 to 69"):
         choices[""].explain(70)
+    with pytest.raises(IndexError, match="sequence is 1; it has to be from 0 to 0"):
+        choices[""].rows(sequence=1)
     layer, options, given = CALLS["nsa"]
     with record_choices(layer) as choices:
         layer(*given, gates=of_blocks()["gates"])
