@@ -79,7 +79,11 @@ def _chosen(args: argparse.Namespace) -> Iterator[Sheet]:
         text = Path(args.text).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{args.text} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.text} cannot be read: it is no text in UTF-8.") from error
     block = load_config(args.files[0]).block if args.files else None
+    if args.files and block is None:
+        raise ValueError(f"{args.files[0]}: no sparse_attention block; leave it out for the checkpoint's own.")
     with quiet():
         choices = choices_of(args.model, text, args.seq, block)
     if args.layer is not None and args.layer not in choices:

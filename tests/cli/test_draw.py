@@ -88,6 +88,8 @@ def checkpoints(tmp_path, monkeypatch, capsys):
     block = {"mode": "moba", "block": 16, "num_chosen_blocks": 2, "layers": {"1": None}}
     Path("moba.json").write_text(json.dumps({"sparse_attention": block}))
     Path("fixed.json").write_text(json.dumps({"sparse_attention": {"block": 16}}))
+    Path("none.json").write_text("{}")
+    Path("latin.txt").write_bytes("é".encode("latin-1"))
     capsys.readouterr()
     return model
 
@@ -123,7 +125,10 @@ def test_a_checkpoint_that_has_learned_to_choose_needs_no_file(checkpoints, caps
         (["moba.json", *OF_TEXT], 2, "ds_sparse draw: give a DeepSpeed JSON"),
         (["moba.json"], 1, "moba.json: mode moba has no layout: each call chooses its blocks; give --model and --text"),
         (["fixed.json", "--model", "dense", *OF_TEXT], 1, "dense: none of its layers chooses blocks."),
+        (["none.json", "--model", "indexer", *OF_TEXT], 1, "none.json: no sparse_attention block; leave it out"),
+        (["--model", "dense", *OF_TEXT], 1, "dense: its config has no sparse_attention; give a file with mode moba"),
         (["--model", "indexer", "--text", "no.txt"], 1, "no.txt cannot be read: No such file"),
+        (["--model", "indexer", "--text", "latin.txt"], 1, "latin.txt cannot be read: it is no text in UTF-8."),
         (["--model", "indexer", *OF_TEXT, "--layer", "3"], 1, "--layer 3: layers that choose are 0, 1 and 2."),
         (["--model", "indexer", *OF_TEXT, "--head", "4"], 1, "--head 4: there are 4 heads, from 0 to 3."),
         (["--model", "indexer", *OF_TEXT, "--out", "x.html"], 1, "A layout is drawn as .png or .svg, got 'x.html'."),

@@ -146,6 +146,8 @@ def choices_of(
     config = _config(folder)
     if block is not None:
         setattr(config, BLOCK_KEY, dict(block))
+    if getattr(config, BLOCK_KEY, None) is None:
+        raise ValueError(f"{folder}: its config has no {BLOCK_KEY}; give a file with mode moba, nsa or indexer.")
     loaded, tokenizer = _load(folder, config=config, attn_implementation=NAME)
     limit = min(tokens, tokenizer.model_max_length)
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)["input_ids"].long()
