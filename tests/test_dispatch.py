@@ -320,6 +320,7 @@ def test_explain_takes_the_blocks_that_tokens_have_chosen(device: str):
         "Give a layout, or the block_indices": {},
         "takes a block beside block_indices": {"block_indices": chosen},
         "it has to be an int32 or int64 tensor": {"block_indices": chosen.float(), "block": 16},
+        "block is 0; it has to be an integer": {"block_indices": chosen, "block": 0},
     }
     for sentence, options in refused.items():
         with pytest.raises((TypeError, ValueError), match=sentence):

@@ -12,6 +12,7 @@ from ..index import BlockIndex, TokenIndex, WindowIndex
 from ..index.selection import check_chosen
 from ._library import check_inputs, under_autocast
 from .attention import index_for
+from .block_selection import checked_number
 from .operands import call_on, check_attention_operands, check_distance_bias, check_heads
 from .selected import gathers, heads_together
 from .token import call_on_pairs, check_operands, fitting
@@ -110,9 +111,8 @@ def explain(
         check_attention_operands(query, key, value)
         indices = check_chosen(block_indices, query, key.shape[1], tokens_first=False)
         together = heads_together(query.shape[1], key.shape[1], indices.shape[1])
-        described = (
-            f"{indices.shape[3]} of {-(-key.shape[2] // block)} blocks of {block} keys, {together} heads together"
-        )
+        blocks = -(-key.shape[2] // checked_number("block", block, 1))
+        described = f"{indices.shape[3]} of {blocks} blocks of {block} keys, {together} heads together"
         described += ", rows gathered by their block" if gathers(query, together, block, 0) else ""
         operation, call = "selected_attention", Call(query.device, query.dtype, query.shape[3], block, (query,))
     else:
