@@ -163,7 +163,8 @@ def refuse_options(
         }
         refused += [(name, 'take selection "token"') for name, is_given in of_tokens.items() if is_given]
     elif dropout_p:
-        or_blocks = ', or take selection "block"' if isinstance(structure, MobaSparsityConfig) else ""
+        both_ways = isinstance(structure, MobaSparsityConfig) and not (causal or structure.causal)
+        or_blocks = ', or take selection "block"' if both_ways else ""
         refused.append((f"dropout of attention ({dropout_p})", f"set it to 0{or_blocks}"))
     if structure.adds_parameters and given.get("sinks") is not None:
         refused.append(("sinks", other))

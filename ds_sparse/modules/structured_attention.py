@@ -247,7 +247,7 @@ class StructuredAttention:
             return self._attend_separately(AttentionCall(query, key, value, **options), query_offset, cu_seqlens)
         layout: Any  # a MasterLayout too, which only modules give
         if cu_seqlens is not None:
-            longest = query.shape[0 if query.dim() == 3 else 2]
+            longest = query.shape[2]
             if document_layout == "own" and longest > self.max_seq_length:
                 # In a graph nobody reads how long documents are: these have the layout of the longest sequence.
                 of_graph = is_built_anew(cu_seqlens)
@@ -312,12 +312,13 @@ class StructuredAttention:
             if name not in _OTHER_OPTIONS:
                 raise TypeError(f"StructuredAttention.__call__() got an unexpected keyword argument {name!r}")
         dims = (0, 2, 3) if query_offset is None else (0, 3)
-        alike = key.shape == value.shape and all(key.shape[dim] == query.shape[dim] for dim in dims)
+        alike = query.dim() == key.dim() == 4 and key.shape == value.shape
+        alike = alike and all(key.shape[dim] == query.shape[dim] for dim in dims)
         if not alike or not key.shape[1] or query.shape[1] % key.shape[1]:
             raise NotImplementedError(
                 f"only self-attention is supported for now: query, key and value have to be (B, H, T, D) alike, where "
-                f"key and value may have fewer heads that divide H; got {tuple(query.shape)}, {tuple(key.shape)} and "
-                f"{tuple(value.shape)}"
+                f"key and value may have fewer heads that divide H, and packed documents are one row, B 1; got "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
         batch, heads, tokens, _ = query.shape
         if heads != self.sparsity_config.num_heads:

@@ -116,6 +116,7 @@ def test_cached_keys_are_chosen_as_all_others(device: str):
     [
         ({"rpe": torch.zeros(32, 32)}, "token", "rpe: MobaSparsityConfig .* take a structure with a layout"),
         ({"dropout_p": 0.1}, "token", 'dropout of attention .0.1.: .* set it to 0, or take selection "block"'),
+        ({"dropout_p": 0.1, "causal": True}, "token", r"dropout of attention .0.1.: .* set it to 0\.$"),
         ({"query_offset": 4}, "block", 'query_offset, as of cached keys: .* take selection "token"'),
         ({"causal": True}, "block", 'a causal layer, whose tokens would choose .* take selection "token"'),
         ({"cu_seqlens": torch.tensor([0, 32])}, "block", 'cu_seqlens of packed documents: .* take selection "token"'),

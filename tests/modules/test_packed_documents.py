@@ -62,6 +62,13 @@ def test_what_goes_by_places_in_a_row_is_refused(kind, more):
         ATTENTIONS[kind](x, x, x, cu_seqlens=CU_SEQLENS, **more)
 
 
+@pytest.mark.parametrize("structure", [structured().sparsity_config, ds_sparse.MobaSparsityConfig(4, block=16)])
+def test_operands_of_three_dimensions_are_refused(structure):
+    x = torch.randn(64, 4, 8)
+    with pytest.raises(NotImplementedError, match=r"packed documents are one row, B 1; got \(64, 4, 8\)"):
+        StructuredAttention(structure, 64)(x, x, x, cu_seqlens=CU_SEQLENS)
+
+
 def test_separate_operations_take_no_packed_documents():
     x = torch.randn(1, 4, 64, 8)
     with pytest.raises(ValueError, match='cu_seqlens is given, and only implementation="fused" takes it'):
