@@ -5,8 +5,13 @@ from typing import ClassVar
 from pydantic import Field
 
 from ._registry import register_sparsity
-from .chosen import ChosenSparsityConfig, ForcedWindow, NumChosenBlocks, NumFirstBlocks
+from .chosen import ChosenSparsityConfig, ForcedWindow, NumChosenBlocks, NumFirstBlocks, forced_fit
 from .declarations import declared
+
+
+def _forced_fit(num_chosen_blocks: int, num_first_blocks: int, num_sliding_window_blocks: int) -> str | None:
+    """It is causal, in any case."""
+    return forced_fit(num_chosen_blocks, num_first_blocks, num_sliding_window_blocks, causal=True)
 
 
 def _strides_fit(block: int, compressed_length: int, compressed_stride: int) -> str | None:
@@ -52,7 +57,7 @@ class NativeSparsityConfig(ChosenSparsityConfig):
     )
     window: int = Field(default=512, ge=1, description="Tokens of the window: the token's own and those before it.")
 
-    rules = (*ChosenSparsityConfig.rules, _strides_fit)
+    rules = (_forced_fit, _strides_fit)
 
     adds_parameters: ClassVar[bool] = True
 

@@ -134,7 +134,7 @@ def test_nsa_is_refused_where_tokens_see_later_ones():
     ("cls", "fields", "sentence"),
     [
         (NativeSparsityConfig, {"compressed_stride": 12}, "multiples of the stride"),
-        (NativeSparsityConfig, {"num_chosen_blocks": 3}, "take 4 blocks whatever they score"),
+        (NativeSparsityConfig, {"num_chosen_blocks": 2}, "take 3 blocks whatever they score"),
         (NativeSparsityConfig, {"window": 0}, "greater than or equal to 1"),
         (IndexerSparsityConfig, {"index_heads": "some"}, "'group', 'head' or 'one'"),
         (IndexerSparsityConfig, {"loss_weight": 0.0}, "greater than 0"),
