@@ -234,7 +234,10 @@ def test_the_state_dict_brings_a_module_back_without_the_loss():
     [
         ({"num_key_heads": 3}, "num_heads is 4 and num_key_heads 3; the first has to be a multiple of the second"),
         ({"index_heads": 3}, r"index_heads is 3; it has to be num_key_heads \(2\), num_heads \(4\) or 1"),
-        ({"index_dim": 9}, "The indexer's heads have 9 numbers, and those of attention 8; give 1 to 8"),
+        (
+            {"index_dim": 9},
+            "The indexer's heads have 9 numbers, their index_dim, and those of attention 8; give 1 to 8",
+        ),
         ({"block": 8}, "block is 8; it has to be one of 16, 32"),
         ({"k": 0}, "k is 0; it has to be an integer of 1 or more"),
         ({"k": "3"}, "k is '3'; it has to be an integer of 1 or more"),
@@ -258,7 +261,9 @@ def test_calls_that_do_not_fit():
     with pytest.raises(ValueError, match=r"the module was built for query \(batch, 4, tokens, 8\)"):
         made(query, key[..., :4], value)
     wide = {name: torch.cat([x, x], -1) for name, x in index.items()}
-    with pytest.raises(ValueError, match="The indexer's heads have 10 numbers, and those of attention 8"):
+    with pytest.raises(
+        ValueError, match="The indexer's heads have 10 numbers, their index_dim, and those of attention 8"
+    ):
         made(query, key, value, **wide)
 
 

@@ -181,7 +181,9 @@ def test_the_repr_has_the_sizes(structure: Any):
 
 
 def test_an_indexer_that_is_larger_than_heads_is_refused():
-    with pytest.raises(ValueError, match="The indexer's heads have 64 numbers, and those of attention 16"):
+    with pytest.raises(
+        ValueError, match="The indexer's heads have 64 numbers, their index_dim, and those of attention 16"
+    ):
         SparseSelfAttention(IndexerSparsityConfig(4), head_dim=16)
 
 

@@ -541,7 +541,7 @@ def test_keys_before_a_window_are_not_read(device: str):
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        ({"query_offset": 17}, ValueError, "query_offset is 17, for 4 queries among 20 keys; .* from 0 to 16"),
+        ({"query_offset": 17}, ValueError, "query_offset is 17, for 4 queries among 20 keys; .* that of keys at most"),
         ({"query_offset": torch.tensor([1, 2])}, TypeError, "it has to be an integer, the same for all sequences"),
         ({"dilation": 2}, ValueError, "global_tokens, a dilation or cu_seqlens, which are for whole"),
         ({"cu_seqlens": torch.tensor([0, 9, 20])}, ValueError, "or cu_seqlens, which are for whole sequences"),
