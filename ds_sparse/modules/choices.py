@@ -30,6 +30,21 @@ class Choice:
         first, local: blocks from the start, and up to a query's own, that were taken whatever they score; None where
             the model's own indexer chose.
         causal, query_offset, cu_seqlens, key_padding_mask: as of `selected_attention`.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> attention = ds_sparse.IndexerAttention(4, 2, 32, index_dim=16, block=16, k=2)
+        >>> query, key = torch.randn(1, 4, 64, 32), torch.randn(1, 2, 64, 32)
+        >>> with ds_sparse.record_choices(attention) as choices:
+        ...     output = attention(query, key, key)
+        >>> rows = choices[""].rows()
+        >>> rows.heads, rows.rows, rows.columns
+        (4, 64, 64)
+        >>> print(choices[""].explain(token=20, head=3))
+        Token 20, head 3, sees keys of 2 blocks:
+          0 to 15, block 0: chosen
+          16 to 20, block 1: its own
     """
 
     block_indices: Tensor
@@ -54,17 +69,6 @@ class Choice:
 
         Raises:
             IndexError: there is no such sequence.
-
-        Examples:
-            >>> import torch
-            >>> import ds_sparse
-            >>> attention = ds_sparse.IndexerAttention(4, 2, 32, index_dim=16, block=16, k=2)
-            >>> query, key = torch.randn(1, 4, 64, 32), torch.randn(1, 2, 64, 32)
-            >>> with ds_sparse.record_choices(attention) as choices:
-            ...     output = attention(query, key, key)
-            >>> rows = choices[""].rows()
-            >>> rows.heads, rows.rows, rows.columns
-            (4, 64, 64)
         """
         _check("sequence", sequence, self.sequences)
         indices = _of(self.block_indices, sequence).cpu()
@@ -100,18 +104,6 @@ class Choice:
 
         Raises:
             IndexError: there is no such token, head or sequence.
-
-        Examples:
-            >>> import torch
-            >>> import ds_sparse
-            >>> attention = ds_sparse.IndexerAttention(4, 2, 32, index_dim=16, block=16, k=2)
-            >>> query, key = torch.randn(1, 4, 64, 32), torch.randn(1, 2, 64, 32)
-            >>> with ds_sparse.record_choices(attention) as choices:
-            ...     output = attention(query, key, key)
-            >>> print(choices[""].explain(token=20, head=3))
-            Token 20, head 3, sees keys of 2 blocks:
-              0 to 15, block 0: chosen
-              16 to 20, block 1: its own
         """
         _check("token", token, self.tokens)
         _check("head", head, self.heads)

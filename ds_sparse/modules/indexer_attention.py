@@ -267,8 +267,8 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 def _check_index_dim(index_dim: int, head_dim: int) -> None:
     if not 1 <= index_dim <= head_dim:
         raise ValueError(
-            f"The indexer's heads have {index_dim} numbers, their index_dim, and those of attention {head_dim}; give 1 to "
-            f"{head_dim}."
+            f"The indexer's heads have {index_dim} numbers, their index_dim, and those of attention {head_dim}; give 1 "
+            f"to {head_dim}."
         )
 
 

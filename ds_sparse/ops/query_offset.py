@@ -243,8 +243,8 @@ def check_window_offset(offset: object, tokens: int, keys: int) -> int:
         raise TypeError(f"query_offset is {offset!r}; in a window it has to be an integer, the same for all sequences.")
     if not 0 <= int(offset) <= keys - tokens:
         raise ValueError(
-            f"query_offset is {offset}, for {tokens} queries among {keys} keys; in a window it has to be 0 or more, and "
-            "with the number of queries that of keys at most, so that their own keys are there."
+            f"query_offset is {offset}, for {tokens} queries among {keys} keys; in a window it has to be 0 or more, "
+            "and with the number of queries that of keys at most, so that their own keys are there."
         )
     return int(offset)
 
