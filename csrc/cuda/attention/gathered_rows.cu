@@ -398,7 +398,9 @@ int ChosenToGather::rows() const {
 
 std::vector<GatheredHeads> heads_to_gather(const ChosenToGather& all, const Tensor& query, int64_t key_heads) {
   const int64_t batch = query.size(0), heads = query.size(1), group = heads / key_heads;
-  const int64_t bytes = all.rows() * query.size(3) * query.element_size();
+  // Sums of a row's gradient, in fp32, have at least 64 columns, and more than 128 are not summed so.
+  const int64_t columns = std::max<int64_t>(query.size(3) <= 64 ? 64 : 128, query.size(3));
+  const int64_t bytes = all.rows() * columns * query.element_size();
   const auto fits = [&](int64_t count) { return count * bytes <= kMostBytes && count <= 65535; };
   const auto is_whole = [&](int64_t count) {  // of keys, and of lists
     const int64_t of_list = all.chosen.heads_of_bits;
@@ -409,6 +411,9 @@ std::vector<GatheredHeads> heads_to_gather(const ChosenToGather& all, const Tens
   while (groups > 1 && !(is_whole(groups) && fits(batches * groups * group))) {
     --groups;
   }
+  check(
+      is_whole(groups), "bits are of ", all.chosen.heads_of_bits, " neighbouring heads, and ", group,
+      " have the same keys; one has to be a multiple of the other where not all heads are gathered at once.");
   std::vector<GatheredHeads> made;
   for (int64_t first_batch = 0; first_batch < batch; first_batch += batches) {
     for (int64_t first = 0; first < key_heads; first += groups) {
