@@ -406,8 +406,10 @@ std::vector<GatheredHeads> heads_to_gather(const ChosenToGather& all, const Tens
     const int64_t of_list = all.chosen.heads_of_bits;
     return key_heads % count == 0 && (of_list % (count * group) == 0 || count * group % of_list == 0);
   };
-  const int64_t batches = fits(batch * heads) ? batch : 1;
-  int64_t groups = key_heads;
+  int64_t batches = batch, groups = key_heads;
+  while (batches > 1 && !fits(batches * heads)) {
+    batches = (batches + 1) / 2;
+  }
   while (groups > 1 && !(is_whole(groups) && fits(batches * groups * group))) {
     --groups;
   }
@@ -418,8 +420,8 @@ std::vector<GatheredHeads> heads_to_gather(const ChosenToGather& all, const Tens
   for (int64_t first_batch = 0; first_batch < batch; first_batch += batches) {
     for (int64_t first = 0; first < key_heads; first += groups) {
       made.push_back(
-          {static_cast<int>(first_batch), static_cast<int>(batches), static_cast<int>(first * group),
-           static_cast<int>(groups * group)});
+          {static_cast<int>(first_batch), static_cast<int>(std::min(batches, batch - first_batch)),
+           static_cast<int>(first * group), static_cast<int>(groups * group)});
     }
   }
   return made;
