@@ -391,8 +391,8 @@ int ChosenToGather::rows() const {
   const int64_t chosen = int64_t{queries} * most, filled = chosen + std::min<int64_t>(chosen, columns()) * (unit - 1);
   const int64_t all = own_rows() + ceil_div(filled, kHopperBlockM) * kHopperBlockM;
   check(
-      all < (int64_t{1} << 31) / 512, queries, " queries have chosen up to ", most, " blocks each, of ", keys,
-      " keys; attention takes fewer than 4,194,304 rows of them. Use larger blocks, or fewer of them.");
+      all < int64_t{1} << 22, queries, " queries that have chosen up to ", most, " blocks each, of ", keys,
+      " keys, may have ", all, " rows. Fewer than 4,194,304 are gathered, so tiles have to be given.");
   return static_cast<int>(all);
 }
 
