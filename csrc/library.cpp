@@ -284,7 +284,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // (bits_heads); offsets int32 or int64 (1 or B), none: all are `offset`.
   // row_..., on a GPU: tiles of rows, of blocks of 16 rows, 16 / g tokens each, rows being counted t * g + i; none,
   // where g is 1, block 64 or more and all begin at position 0: rows of queries are gathered by the block that they
-  // have chosen, at most `most` of each token.
+  // have chosen, at most `most` of each token, and fewer than 2^22 of a head.
   // -> output as query, in its order of memory; lse (B, Hq, T, g) and rows (B, Hq, T, g, 2), contiguous, as of
   // block_attention_forward.
   m.def(

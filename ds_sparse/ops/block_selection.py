@@ -1,5 +1,5 @@
-"""The blocks of keys that queries score highest: what attention on chosen blocks is given. In plain PyTorch, as
-operators that graphs hold whole."""
+"""The blocks of keys that queries score highest: what attention on chosen blocks is given. Operators that graphs hold
+whole, of plain PyTorch and, on a GPU, kernels that find the largest products and choose."""
 
 from __future__ import annotations
 

@@ -111,9 +111,10 @@ def explain(
         check_attention_operands(query, key, value)
         indices = check_chosen(block_indices, query, key.shape[1], tokens_first=False)
         together = heads_together(query.shape[1], key.shape[1], indices.shape[1])
-        blocks = -(-key.shape[2] // checked_number("block", block, 1))
-        described = f"{indices.shape[3]} of {blocks} blocks of {block} keys, {together} heads together"
-        described += ", rows gathered by their block" if gathers(query, together, block, 0) else ""
+        columns, listed = -(-key.shape[2] // checked_number("block", block, 1)), indices.shape[3]
+        described = f"{listed} of {columns} blocks of {block} keys, {together} heads together"
+        if gathers(query, together, block, columns, min(listed, columns), 0):
+            described += ", rows gathered by their block"
         operation, call = "selected_attention", Call(query.device, query.dtype, query.shape[3], block, (query,))
     else:
         check_attention_operands(query, key, value)

@@ -31,6 +31,9 @@ LEAST_TOGETHER, LEAST_GATHERED = 8, 64
 """Of fewer heads that see the same keys, a GPU gathers rows by the block that they have chosen, if blocks have so many
 keys: tiles of other rows would have many tokens, which seldom choose alike."""
 
+MOST_GATHERED = 2**22
+"""Rows of a head that are fewer than so many are gathered."""
+
 
 class Options(TypedDict, total=False):
     """Options of `selected_attention`, but for `return_lse`."""
@@ -99,14 +102,14 @@ def selected_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * query @ key^T) @ value, where each query token sees the blocks of keys that it has chosen.
 
-    Differentiable in query, key, value and sinks; who chooses the blocks has no gradient from here. Memory is linear
-    in tokens, times k for the numbers of blocks, and one bit a token and block of keys. Where fewer than eight heads
-    see the same keys, a GPU writes out k rows of a token while it runs, of as many heads as take some GB. Nothing waits
-    for the device: blocks may be chosen in each step, in the capture of a CUDA graph, and inside a graph of
-    torch.compile. Statistics and sums are in fp32 or wider. The same input gives the same bits, but for the gradient of
-    query on a Hopper GPU, as in `block_sparse_attention`. A row without a key is zeros, its lse -inf or the sink, its
-    gradients zero. NaN and infinities do not reach rows that do not see them. Under autocast query, key and value are
-    cast.
+    Differentiable in query, key, value and sinks; who chooses the blocks has no gradient from here. Memory is linear in
+    tokens, times k for the numbers of blocks, and one bit a token and block of keys. Where fewer than eight heads see
+    the same keys, in blocks of 64 or more, a GPU writes out k rows of a token while it runs, in query's dtype: of as
+    many heads as take some GB, and at least of those that share a key head. Nothing waits for the device: blocks may be
+    chosen in each step, in the capture of a CUDA graph, and inside a graph of torch.compile. Statistics and sums are in
+    fp32 or wider. The same input gives the same bits, but for the gradient of query on a Hopper GPU, as in
+    `block_sparse_attention`. A row without a key is zeros, its lse -inf or the sink, its gradients zero. NaN and
+    infinities do not reach rows that do not see them. Under autocast query, key and value are cast.
 
     Sources: Lu et al., "MoBA", 2025; Yuan et al., "Native sparse attention", 2025: tokens that choose blocks, the heads
     of a group together.
@@ -219,7 +222,7 @@ def _attend(call: AttentionCall, selection: Selection, offset: int | Tensor, wit
     """The same of a selection that fits the call, whose queries begin at the offset."""
     query, key, value, scale, causal, padding, *_, sinks, _ = call
     head_dim, together = query.shape[3], heads_together(query.shape[1], key.shape[1], selection.heads)
-    if gathers(query, together, selection.block, offset):
+    if gathers(query, together, selection.block, selection.columns, selection.most, offset):
         together = 1
     if padding is not None:
         padding = key_bias_of(padding, wide_dtype(query.dtype), key.shape[2], query.is_cuda)
@@ -246,10 +249,15 @@ def heads_together(heads: int, key_heads: int, bits_heads: int) -> int:
     return together
 
 
-def gathers(query: Tensor, together: int, block: int, offset: int | Tensor) -> bool:
-    """Whether kernels gather the rows of heads, of which so many see the same keys."""
+def gathers(query: Tensor, together: int, block: int, columns: int, most: int, offset: int | Tensor) -> bool:
+    """Whether kernels gather the rows of heads, of which so many see the same keys, and a token has chosen `most` of
+    `columns` blocks, at most."""
     at_zero = isinstance(offset, int) and offset == 0
-    return query.is_cuda and at_zero and together < LEAST_TOGETHER and block >= LEAST_GATHERED
+    if not (query.is_cuda and at_zero and together < LEAST_TOGETHER and block >= LEAST_GATHERED):
+        return False
+    # No less than ChosenToGather::rows of csrc/cuda/attention/gathered_rows.cu.
+    tokens, keys = query.shape[2], columns * block
+    return tokens * most + tokens + 2 * keys + 512 < MOST_GATHERED
 
 
 def _lists(tiles: Tiles | None) -> tuple[Tensor | None, ...]:
@@ -264,7 +272,7 @@ def chosen_by(
     not make them itself, of rows that it gathers."""
     chosen = choose("selected_attention", call_on(selection, query), forced)
     tile = chosen.tile(selection.block)
-    if not gathers(query, query.shape[3], selection.block, offset):
+    if not gathers(query, query.shape[3], selection.block, selection.columns, selection.most, offset):
         selection = selection.with_tiles(query.shape[3], tile, sides)
     return chosen.name, tile, selection
 

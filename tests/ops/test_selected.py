@@ -101,6 +101,20 @@ def test_heads_that_choose_alone(device: str, heads: int, key_heads: int, block:
         assert error <= 0.02 * y.float().abs().masked_fill(y.isinf(), 0).max()
 
 
+@pytest.mark.gpu
+def test_more_rows_than_are_gathered(device: str):
+    """Of as many tokens, heads that choose alone walk tiles of neighbouring tokens, as where the first query's position
+    is a tensor."""
+    if device == "cpu":
+        pytest.skip("rows are gathered on a GPU")
+    tokens = 2**17
+    given = operands(tokens, 1, 1, batch=1, dtype=torch.bfloat16)
+    chosen = chosen_blocks(1, 1, tokens, 32, columns=tokens // 64)
+    found = run(device, *given.values(), chosen, block=64)
+    expected = run(device, *given.values(), chosen, block=64, query_offset=torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(found[0], expected[0])
+
+
 def test_fp64():
     hold(attention_case(operands(dtype=torch.float64), chosen_blocks(2, 1, 70, 3, columns=5), 16), "cpu")
 

@@ -391,30 +391,37 @@ int ChosenToGather::rows() const {
   const int64_t chosen = int64_t{queries} * most, filled = chosen + std::min<int64_t>(chosen, columns()) * (unit - 1);
   const int64_t all = own_rows() + ceil_div(filled, kHopperBlockM) * kHopperBlockM;
   check(
-      all < (int64_t{1} << 31) / 512, queries, " queries have chosen up to ", most, " blocks each, of ", keys,
-      " keys; attention takes fewer than 4,194,304 rows of them. Use larger blocks, or fewer of them.");
+      all < int64_t{1} << 22, queries, " queries that have chosen up to ", most, " blocks each, of ", keys,
+      " keys, may have ", all, " rows. Fewer than 4,194,304 are gathered, so tiles have to be given.");
   return static_cast<int>(all);
 }
 
 std::vector<GatheredHeads> heads_to_gather(const ChosenToGather& all, const Tensor& query, int64_t key_heads) {
   const int64_t batch = query.size(0), heads = query.size(1), group = heads / key_heads;
-  const int64_t bytes = all.rows() * query.size(3) * query.element_size();
+  // Sums of a row's gradient, in fp32, have at least 64 columns, and more than 128 are not summed so.
+  const int64_t columns = std::max<int64_t>(query.size(3) <= 64 ? 64 : 128, query.size(3));
+  const int64_t bytes = all.rows() * columns * query.element_size();
   const auto fits = [&](int64_t count) { return count * bytes <= kMostBytes && count <= 65535; };
   const auto is_whole = [&](int64_t count) {  // of keys, and of lists
     const int64_t of_list = all.chosen.heads_of_bits;
     return key_heads % count == 0 && (of_list % (count * group) == 0 || count * group % of_list == 0);
   };
-  const int64_t batches = fits(batch * heads) ? batch : 1;
-  int64_t groups = key_heads;
+  int64_t batches = batch, groups = key_heads;
+  while (batches > 1 && !fits(batches * heads)) {
+    batches = (batches + 1) / 2;
+  }
   while (groups > 1 && !(is_whole(groups) && fits(batches * groups * group))) {
     --groups;
   }
+  check(
+      is_whole(groups), "bits are of ", all.chosen.heads_of_bits, " neighbouring heads, and ", group,
+      " have the same keys; one has to be a multiple of the other where not all heads are gathered at once.");
   std::vector<GatheredHeads> made;
   for (int64_t first_batch = 0; first_batch < batch; first_batch += batches) {
     for (int64_t first = 0; first < key_heads; first += groups) {
       made.push_back(
-          {static_cast<int>(first_batch), static_cast<int>(batches), static_cast<int>(first * group),
-           static_cast<int>(groups * group)});
+          {static_cast<int>(first_batch), static_cast<int>(std::min(batches, batch - first_batch)),
+           static_cast<int>(first * group), static_cast<int>(groups * group)});
     }
   }
   return made;

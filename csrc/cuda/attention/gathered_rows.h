@@ -52,7 +52,8 @@ struct ChosenToGather {
   int rows() const;
 };
 
-// Whichever heads a call gathers together: all, or so many that rows of queries stay below a GB.
+// Whichever heads a call gathers together: all, or so many that rows of queries, filled up to 64 or 128 numbers, stay
+// below a GB; at least those that have the same keys, whatever they take.
 std::vector<GatheredHeads> heads_to_gather(const ChosenToGather& all, const Tensor& query, int64_t key_heads);
 
 // gathered_rows.cu

@@ -84,6 +84,7 @@ class GatheredCall {
       const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output, const Tensor& rows,
       bool deterministic) const {
     const Tensor grads = squeezed(grad_output, 3);
+    check_alignment(grad_output, "grad_output");
     check_alignment(output, "output");
     const RowsOfBackward stats =
         make_row_stats(launch_, grads, grad_lse, squeezed(output, 3), rows, BlockSpans{nullptr, log2_of(all_.unit)});
