@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import ops
+from ..dispatch import readable
 from ..index.kernels import require_kernel
 from ..index.packed import check_form, sent_to
 from ..index.selection import AlignedDocuments
@@ -519,7 +520,7 @@ def _by_maxima(x: Any) -> Tensor:
     block, chooser = x.block, Chooser(x, x.key.shape[2], x.query_block)
     if _takes_maxima(x, chooser):
         require_kernel("block_maxima", x.query.device)
-        query, key, keep = _readable(x.query), _readable(x.key), None if x.keep is None else x.keep.contiguous()
+        query, key, keep = readable(x.query), readable(x.key), None if x.keep is None else x.keep.contiguous()
 
         def maxima_of(begin: int, end: int, columns: int) -> tuple[Tensor, None]:
             of_keys = keep, None if x.positions is None else x.positions[:, begin:end], x.ranges, x.offset + begin
@@ -552,13 +553,6 @@ def _takes_maxima(x: Any, chooser: Chooser) -> bool:
     depth, is_half = x.query.shape[3], x.query.dtype in (torch.float16, torch.bfloat16)
     fits = depth % 8 == 0 and depth <= 256 and x.block % 8 == 0 and chooser.columns * x.block < MOST_KEYS
     return x.query.is_cuda and is_half and fits
-
-
-def _readable(x: Tensor) -> Tensor:
-    """x (B, H, T, D), or a copy where not each token begins at a multiple of 16 bytes, its numbers adjacent."""
-    apart = [x.stride(dim) for dim in range(3) if x.shape[dim] > 1]
-    aligned = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in apart)
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _of_rows(scores: Tensor, x: Any) -> Tensor:

@@ -46,33 +46,25 @@ TileTensors tiles_of(
 // A call whose heads choose alone, on rows that are gathered by block.
 class GatheredCall {
  public:
-  GatheredCall(const SelectedCall& given, int64_t most, int64_t tile, const std::string& implementation)
-      : given_(given),
-        query_(squeezed(given.query, 3)),
-        launch_(given.query),
-        implementation_(implementation),
-        tile_(tile) {
-    given.check_all(tile);
+  // call: what is given, which has been checked.
+  GatheredCall(const SelectedCall& given, const AttentionCall& call, int64_t most)
+      : given_(given), call_(call), query_(squeezed(given.query, 3)), launch_(given.query) {
     check(
         given.rows_of_token() == 1 && given.block >= kLeastUnit && !given.offsets && given.offset == 0,
         "tiles have to be given for ", given.rows_of_token(), " rows a token, blocks of ", given.block,
         ", or queries that do not begin at position 0.");
     check(most > 0, "most has to be 1 or more, got ", most, ".");
-    all_ = {
-        chosen_blocks_of(call_of(given, tile, implementation)),
-        static_cast<int>(given.tokens()),
-        static_cast<int>(given.keys()),
-        static_cast<int>(std::min<int64_t>(given.block, kHopperBlockM)),
-        static_cast<int>(most),
-        given.causal};
+    all_ = {chosen_blocks_of(call),         static_cast<int>(given.tokens()),
+            static_cast<int>(given.keys()), static_cast<int>(std::min<int64_t>(given.block, kHopperBlockM)),
+            static_cast<int>(most),         given.causal};
   }
 
   std::tuple<Tensor, Tensor, Tensor> forward() const {
     const int64_t batch = given_.batch(), heads = given_.heads(), tokens = given_.tokens();
     Tensor output = empty_in_order_of(query_), lse = empty_on(query_, {batch, heads, tokens}, ScalarType::Float);
     Tensor row_sums = empty_on(query_, {batch, heads, tokens, 2}, ScalarType::Float);
-    for (const GatheredHeads& heads : heads_to_gather(all_, query_, given_.key.size(1))) {
-      const GatheredRows rows = gather_chosen(launch_, all_, heads, query_, tile_, false);
+    for (const GatheredHeads& part : heads_to_gather(all_, query_, given_.key.size(1))) {
+      const GatheredRows rows = gather_chosen(launch_, all_, part, query_, call_.tile, false);
       const Operands x(*this, rows.lists);
       const auto [of_rows, of_lse, sums] = attention_forward(call_on(x, rows.lists), tiles_in(rows.row_tiles));
       combine_rows(launch_, rows.lists, of_rows, sums, output, lse, row_sums);
@@ -94,8 +86,8 @@ class GatheredCall {
       grad_key = empty_in_order_of(given_.key);
       grad_value = empty_in_order_of(given_.value);
     }
-    for (const GatheredHeads& heads : parts) {
-      const GatheredRows made = gather_chosen(launch_, all_, heads, query_, tile_, true);
+    for (const GatheredHeads& part : parts) {
+      const GatheredRows made = gather_chosen(launch_, all_, part, query_, call_.tile, true);
       const Operands x(*this, made.lists);
       const Tensor of_output = gather_rows(launch_, made.lists, grads);
       const auto stats_of_rows = [&](bool with_sums) {
@@ -109,7 +101,7 @@ class GatheredCall {
         grad_key = of_key;
         grad_value = of_value;
       } else {
-        Tensor some_keys = keys_of(grad_key, heads), some_values = keys_of(grad_value, heads);
+        Tensor some_keys = keys_of(grad_key, part), some_values = keys_of(grad_value, part);
         torch::stable::copy_(some_keys, of_key);
         torch::stable::copy_(some_values, of_value);
       }
@@ -139,9 +131,17 @@ class GatheredCall {
   static TileTensors tiles_in(const std::vector<Tensor>& tiles) { return {tiles[0], tiles[1], tiles[2], tiles[3]}; }
 
   AttentionCall call_on(const Operands& x, const GatheredLists& lists) const {
-    AttentionCall call{x.query,       x.key,     x.value,         lists.of.heads / lists.heads_of_list,
-                       all_.unit,     tile_,     implementation_, given_.scale,
-                       given_.causal, x.key_bias};
+    AttentionCall call{
+        x.query,
+        x.key,
+        x.value,
+        lists.of.heads / lists.heads_of_list,
+        all_.unit,
+        call_.tile,
+        call_.implementation,
+        given_.scale,
+        given_.causal,
+        x.key_bias};
     call.bounded = call.fits = true;
     call.by_sequence = lists.lists_of_sequence > 0;
     return call;
@@ -156,10 +156,9 @@ class GatheredCall {
   }
 
   const SelectedCall& given_;
+  const AttentionCall& call_;
   Tensor query_;
   Launcher launch_;
-  const std::string& implementation_;
-  int64_t tile_;
   ChosenToGather all_;
 };
 
@@ -170,10 +169,10 @@ std::tuple<Tensor, Tensor, Tensor> selected_forward(
     const std::optional<Tensor>& row_cuts, int64_t bits_heads, int64_t most, int64_t block, int64_t tile, double scale,
     bool causal, const std::string& implementation) {
   const SelectedCall given{query, key, value, key_bias, bits, offsets, offset, bits_heads, block, scale, causal};
-  if (!row_lines && query.numel() > 0) {
-    return GatheredCall(given, most, tile, implementation).forward();
-  }
   const AttentionCall call = call_of(given, tile, implementation);
+  if (!row_lines && query.numel() > 0) {
+    return GatheredCall(given, call, most).forward();
+  }
   const TileTensors rows = tiles_of(row_lines, row_entries, row_units, row_cuts, "row");
   check_row_tiles(call, rows);
   auto [output, lse, row_sums] = attention_forward(call, rows);
@@ -190,13 +189,11 @@ std::tuple<Tensor, Tensor, Tensor> selected_backward(
     const std::optional<Tensor>& column_cuts, int64_t bits_heads, int64_t most, int64_t block, int64_t tile,
     double scale, bool causal, bool deterministic, const std::string& implementation) {
   const SelectedCall given{query, key, value, key_bias, bits, offsets, offset, bits_heads, block, scale, causal};
-  if (!row_lines && query.numel() > 0) {
-    const GatheredCall gathered(given, most, tile, implementation);
-    given.check_results(grad_output, grad_lse, output, rows);
-    return gathered.backward(grad_output, grad_lse, output, rows, deterministic);
-  }
   const AttentionCall call = call_of(given, tile, implementation);
   given.check_results(grad_output, grad_lse, output, rows);
+  if (!row_lines && query.numel() > 0) {
+    return GatheredCall(given, call, most).backward(grad_output, grad_lse, output, rows, deterministic);
+  }
   const TileTensors row_tiles = tiles_of(row_lines, row_entries, row_units, row_cuts, "row");
   const TileTensors column_tiles = tiles_of(column_lines, column_entries, column_units, column_cuts, "column");
   check_row_tiles(call, row_tiles);
