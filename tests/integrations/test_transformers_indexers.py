@@ -119,6 +119,33 @@ def test_a_compiled_model_is_one_graph():
         assert_same(step(ours, given, torch.compile(ours, fullgraph=True, backend="aot_eager")), truth)
 
 
+LARGER = {"hidden_size": 128, "head_dim": 64, "rotary_dim": 32, "index_head_dim": 64, "index_block_size": 64}
+
+
+def test_it_trains_and_generates_on_each_device(device):
+    model, batch = make(**LARGER).float(), make_batch(300, right=40)
+    for parameter in model.parameters():  # choices that do not hang on the last bits of a score
+        parameter.data.mul_(0.3)
+    model, batch = model.to(device), {name: x.to(device) for name, x in batch.items()}
+    ours = with_implementation(model, "ds_sparse")
+    assert_same(step(ours, batch), step(model, batch))
+
+    texts = {name: x[:, :200] for name, x in batch.items() if name != "labels"}
+    truth, found = (x.generate(**texts, **OPTIONS) for x in (model, ours))
+    assert torch.equal(found, truth)
+
+    ours = ours.bfloat16().train()
+    optimizer = torch.optim.AdamW(ours.parameters(), 1e-3)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = ours(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
 OPTIONS = {"max_new_tokens": 30, "do_sample": False}
 
 
