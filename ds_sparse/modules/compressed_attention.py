@@ -120,7 +120,8 @@ def compressed_attention(
     tokens, rows, at = query.shape[2], key.shape[2], query_offset or 0
     blind = min(max(length - 1 - at, 0), tokens)
     # The row that the first query is of, and how many of the row are before it.
-    first, ahead = divmod(max(at - length + 1, 0), stride)
+    seeing = max(at - length + 1, 0)
+    first, ahead = seeing // stride, seeing % stride  # divmod has no symbolic numbers, and would be compiled anew
     if query_offset is not None:
         rows = max(1, -(-(ahead + tokens - blind) // stride))
     behind = rows * stride - tokens + blind - ahead

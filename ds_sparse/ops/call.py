@@ -98,14 +98,11 @@ class AttentionCall(NamedTuple):
     def of_keys(self, part: slice, by: int = 0) -> AttentionCall:
         """Restricts keys, masks and biases to a range of keys, and moves the middle of the bias by distance: the first
         key is `by` further from the first query than it was."""
-
-        def of(x: Tensor | None) -> Tensor | None:
-            return x if x is None or x.shape[-1] == 1 else x[..., part]
-
         bias = self.distance_bias
         return self._replace(
-            key=self.key[:, :, part], value=self.value[:, :, part], key_padding_mask=of(self.key_padding_mask),
-            attn_mask=of(self.attn_mask), rpe=of(self.rpe),
+            key=self.key[:, :, part], value=self.value[:, :, part],
+            key_padding_mask=_of_keys(self.key_padding_mask, part), attn_mask=_of_keys(self.attn_mask, part),
+            rpe=_of_keys(self.rpe, part),
             distance_bias=bias if bias is None or by == 0 else pad(bias, (-by, by)),
         )  # fmt: skip
 
@@ -155,3 +152,9 @@ class AttentionCall(NamedTuple):
         given = self.query, self.key, self.value, self.rpe, self.distance_bias, self.sinks
         query, key, value, rpe, bias, sinks = differentiable_once_in(operation, *given)
         return self._replace(query=query, key=key, value=value, rpe=rpe, distance_bias=bias, sinks=sinks)
+
+
+def _of_keys(x: Tensor | None, part: slice) -> Tensor | None:
+    """A mask or bias for a range of keys. No closure: Dynamo takes a range in one for constant, and each for another
+    graph."""
+    return x if x is None or x.shape[-1] == 1 else x[..., part]

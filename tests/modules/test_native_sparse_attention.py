@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import random, seeded
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from ds_sparse import NativeSparseAttention, reference
@@ -156,6 +157,18 @@ def test_later_queries_get_what_the_whole_sequence_gets(sizes: dict[str, int], m
                 for x in (found, whole[:, :, begin:end])
             )
             torch.testing.assert_close(ours, theirs)
+
+
+def test_one_compiled_graph_serves_all_positions():
+    torch._dynamo.reset()
+    counter, made = CompileCounterWithBackend("aot_eager"), module().eval()
+    compiled, (query, key, value, *_) = torch.compile(made, backend=counter, fullgraph=True), operands(61)
+    with torch.no_grad():
+        whole = made(query, key, value)
+        for end in range(30, 61):
+            one = compiled(query[:, :, end - 1 : end], key[:, :, :end], value[:, :, :end], query_offset=end - 1)
+            torch.testing.assert_close(one, whole[:, :, end - 1 : end])
+    assert counter.frame_count == 2, "one of the first length, and one of all others"
 
 
 def test_scale_and_gates_of_the_caller():
