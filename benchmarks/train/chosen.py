@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ds_sparse import record_choices
 from ds_sparse.bench.selected import NEIGHBOURS
 from ds_sparse.config import parse_sparse_attention
-from ds_sparse.modules import chosen_attention, indexer_attention, native_sparse_attention
-from ds_sparse.ops import selected_attention
+from ds_sparse.modules import choices
+from ds_sparse.modules.choices import Choice
 
 from .models import require_arm
 from .results import DENSE, MODELS, Case
@@ -46,82 +47,78 @@ def require(case: Case, blocks: Blocks) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A call of attention on blocks that tokens have chosen.
+class Measured:
+    """What a layer's queries chose in a call, and by which operands.
 
     Attributes:
+        choice: of `record_choices`, for each query alone.
         query, key: (B, H, T, D) and (B, Hkv, T, D).
-        numbers: of blocks (B, choosers, T, k), -1 for none; each chooser is for as many heads.
-        key_padding_mask: bool (B, T), or None.
     """
 
+    choice: Choice
     query: Tensor
     key: Tensor
-    numbers: Tensor
-    block: int
-    causal: bool
-    scale: float | None
-    key_padding_mask: Tensor | None
 
     def of(self, numbers: Tensor) -> Tensor:
         """bool (..., blocks), of numbers of blocks (..., k): those that are there."""
-        blocks = -(-self.key.shape[2] // self.block)
+        blocks = -(-self.choice.keys // self.choice.block)
         found = numbers.new_zeros(*numbers.shape[:-1], blocks + 1, dtype=torch.bool)
         return found.scatter_(-1, numbers.where(numbers >= 0, blocks).long(), True)[..., :-1]
 
     def together(self) -> float:
         """Different blocks that `NEIGHBOURS` tokens choose together, on average."""
-        whole = self.numbers.shape[2] // NEIGHBOURS * NEIGHBOURS
-        of_neighbours = self.of(self.numbers[:, :, :whole]).unflatten(2, (-1, NEIGHBOURS)).any(3)
+        whole = self.choice.tokens // NEIGHBOURS * NEIGHBOURS
+        of_neighbours = self.of(self.choice.block_indices[:, :, :whole]).unflatten(2, (-1, NEIGHBOURS)).any(3)
         return of_neighbours.sum(-1).double().mean().item()
 
     def mass(self) -> tuple[float, float]:
         """The part of dense attention, the mean of a chooser's heads, that falls on the chosen blocks, and the most
         that falls on as many: means of `ROWS` queries, which see more blocks than they choose if any do."""
-        tokens, chosen = self.query.shape[2], self.numbers.shape[-1]
-        first = min(chosen * self.block, tokens - 1) if self.causal else 0
+        choice, numbers = self.choice, self.choice.block_indices
+        tokens, chosen, block = choice.tokens, numbers.shape[-1], choice.block
+        first = min(chosen * block, tokens - 1) if choice.causal else 0
         rows = torch.linspace(first, tokens - 1, ROWS, device=self.query.device).long()
         group = self.query.shape[1] // self.key.shape[1]
         query, key = self.query[:, :, rows].float(), self.key.float().repeat_interleave(group, 1)
         with torch.autocast(query.device.type, enabled=False):
-            scores = query @ key.mT * (self.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+            scores = query @ key.mT * self.query.shape[-1] ** -0.5
         places = torch.arange(tokens, device=rows.device)
-        if self.causal:
+        if choice.causal:
             scores = scores.masked_fill(places > rows[:, None], -torch.inf)
-        if self.key_padding_mask is not None:
-            scores = scores.masked_fill(~self.key_padding_mask[:, None, None], -torch.inf)
-        of_keys = pad(scores.softmax(-1), (0, -tokens % self.block))
-        of_blocks = of_keys.unflatten(-1, (-1, self.block)).sum(-1)
-        of_blocks = of_blocks.unflatten(1, (self.numbers.shape[1], -1)).mean(2)
-        taken = (of_blocks * self.of(self.numbers[:, :, rows])).sum(-1)
+        if choice.key_padding_mask is not None:
+            scores = scores.masked_fill(~choice.key_padding_mask[:, None, None], -torch.inf)
+        of_keys = pad(scores.softmax(-1), (0, -tokens % block))
+        of_blocks = of_keys.unflatten(-1, (-1, block)).sum(-1)
+        of_blocks = of_blocks.unflatten(1, (numbers.shape[1], -1)).mean(2)
+        taken = (of_blocks * self.of(numbers[:, :, rows])).sum(-1)
         most = of_blocks.topk(min(chosen, of_blocks.shape[-1])).values.sum(-1)
         return taken.mean().item(), most.mean().item()
 
 
 @contextmanager
-def choices() -> Iterator[list[Choice]]:
-    """Keeps what tokens choose in the calls of layers."""
-    found: list[Choice] = []
+def measured(model: nn.Module) -> Iterator[list[Measured]]:
+    """Keeps what each query of a model chooses, as `record_choices`, with the operands of the calls."""
+    found: list[Measured] = []
 
-    def keep(query: Tensor, key: Tensor, value: Tensor, numbers: Tensor, block: int, **more: Any) -> Tensor:
-        about = more.get("causal", False), more.get("scale"), more.get("key_padding_mask")
-        found.append(Choice(query, key, numbers, block, *about))
-        return selected_attention(query, key, value, numbers, block, **more)
+    def keep(recorder: Any, numbers: Tensor, block: int, query: Tensor, key: Tensor, **about: Any) -> None:
+        note(recorder, numbers, block, query, key, **about)
+        choice = recorder.choices[recorder.running[-1]]
+        if choice.query_block == 1:
+            found.append(Measured(choice, query, key))
 
-    with ExitStack() as stack:
-        for module in (chosen_attention, indexer_attention, native_sparse_attention):
-            stack.enter_context(patch.object(module, "selected_attention", keep))
+    note = choices._Recorder.note
+    with patch.object(choices._Recorder, "note", keep), record_choices(model):
         yield found
 
 
 def measures(model: nn.Module, **inputs: Any) -> dict[str, float]:
     """What tokens choose in a call, the mean of layers; nothing of a model whose tokens do not choose."""
-    with choices() as found:
+    with measured(model) as found:
         model(**inputs)
     if not found:
         return {}
-    taken, most = (mean(of_layers) for of_layers in zip(*(choice.mass() for choice in found)))
-    return {"together": mean([choice.together() for choice in found]), "mass": taken, "most_mass": most}
+    taken, most = (mean(of_layers) for of_layers in zip(*(one.mass() for one in found)))
+    return {"together": mean([one.together() for one in found]), "mass": taken, "most_mass": most}
 
 
 def mean(numbers: Sequence[float]) -> float:

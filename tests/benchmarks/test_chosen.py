@@ -10,10 +10,11 @@ import torch
 
 from benchmarks.program import main
 from benchmarks.train import chosen, decoder, encoder
-from benchmarks.train.chosen import Choice, choices
+from benchmarks.train.chosen import Measured, measured
 from benchmarks.train.models import Attention
 from benchmarks.train.results import Case
 from ds_sparse.bench.show import load
+from ds_sparse.modules.choices import Choice
 
 CPU = torch.device("cpu")
 CASE = Case("decoder", "tiny", "fp32", "cpu", True, 256, 2e-3, 128)
@@ -24,7 +25,7 @@ def choice(numbers, tokens=32, causal=False, seed=0):
     """Two heads that share a key head, and choose blocks of 4."""
     torch.manual_seed(seed)
     query, key = torch.randn(1, 2, tokens, 8), torch.randn(1, 1, tokens, 8)
-    return Choice(query, key, numbers, 4, causal, None, None)
+    return Measured(Choice(numbers, 4, 1, 2, tokens, tokens, causal=causal), query, key)
 
 
 def test_blocks_that_neighbours_choose_together_are_counted_once():
@@ -52,7 +53,9 @@ def test_the_mass_is_that_of_dense_attention(causal, monkeypatch):
 
 def test_keys_of_padding_have_no_mass():
     numbers, mask = torch.tensor([0, 1]).expand(1, 1, 32, 2), torch.arange(32)[None] < 8
-    assert replace(choice(numbers), key_padding_mask=mask).mass() == pytest.approx((1, 1))
+    one = choice(numbers)
+    padded = replace(one, choice=replace(one.choice, key_padding_mask=mask))
+    assert padded.mass() == pytest.approx((1, 1))
 
 
 def test_decoders_begin_with_the_same_weights_and_only_some_of_them_choose():
@@ -64,11 +67,11 @@ def test_decoders_begin_with_the_same_weights_and_only_some_of_them_choose():
         weights = dict(model.named_parameters())
         assert all(torch.equal(weights[name], x) for name, x in dense.named_parameters()), kind
         assert (len(weights) > len(list(dense.parameters()))) == (kind in ("nsa", "indexer"))
-        with choices() as found, torch.no_grad():
+        with measured(model) as found, torch.no_grad():
             model(input_ids=tokens)
         assert len(found) == (0 if kind == "local_sliding_window" else 2)
         for one in found:
-            assert one.causal and one.numbers.shape == (1, 1, 192, 5)
+            assert one.choice.causal and one.choice.block_indices.shape == (1, 1, 192, 5)
             taken, most = one.mass()
             assert 1 <= one.together() <= 12 and 0 < taken <= most <= 1
 
