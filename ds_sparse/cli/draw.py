@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", metavar="FILE", help="a text, of which --seq tokens at most are taken")
     parser.add_argument("--seq", type=positive, default=2048, help="sequence length in tokens (default: 2048)")
-    parser.add_argument("--heads", type=positive, default=12, help="attention heads of the model (default: 12)")
+    parser.add_argument(
+        "--heads", type=positive, help="attention heads of the model (default: 12; --model has its own)"
+    )
     parser.add_argument("--head", type=number, metavar="N", help="draw head N alone, counted from 0")
     parser.add_argument("--layer", type=number, metavar="N", help="draw the layout of layer N alone, counted from 0")
     parser.add_argument("--width", type=positive, default=64, help="width in characters (default: 64)")
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..config import ANY_NUM_HEADS
     from ..drawing import PAGES, PICTURES, require_writable
 
     of_model = args.model is not None
@@ -49,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
         return wrong(
             "ds_sparse draw: give a DeepSpeed JSON for its layout, or --model and --text for what it chose.", 2
         )
+    if of_model and args.heads is not None:
+        return wrong(
+            f"ds_sparse draw: --heads {args.heads} beside --model, which says its heads; leave --heads out.", 2
+        )
+    args.heads = args.heads or ANY_NUM_HEADS
     try:
         is_page = args.out is not None and args.out.lower().endswith(PAGES)
         if args.out is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..sequence.deal import check_ranks
 from ..sparsity import ChosenSparsityConfig
+from ..tools.wording import listed
 from .advice import Advice, advise
 from .communication import of_rank
 from .layers import (
@@ -207,11 +208,12 @@ def _refuse_chosen(source: str, kinds: Sequence[Kind], model: Model, settings: S
     live = spread(kinds, [live_scores(kind, model, seq_len) for kind in kinds])
     linear, attention = flops_of(model, settings, seq_len, live)
     _, dense = flops_of(model, settings, seq_len, [None] * model.layers)
-    kind = chosen[0]
+    who = listed([f"{layers_in_words(kind.layers)} ({kind.in_words()})" for kind in chosen], "and")
+    shares = [f"{(live[kind.layers[0]] or 0) / seq_len**2:.1%}" for kind in chosen]
     raise ValueError(
-        f"{source}: layers {layers_in_words(kind.layers)} ({kind.in_words()}) choose blocks in each step, and a plan "
-        "knows times of layouts alone; ds_sparse bench selected measures attention on chosen blocks. Without times: "
-        f"{(live[kind.layers[0]] or 0) / seq_len**2:.1%} of the scores are computed; a GPU computes "
+        f"{source}: layers {who} choose blocks in each step, and a plan knows times of layouts alone; "
+        "ds_sparse bench selected measures attention on chosen blocks. Without times: "
+        f"{listed(shares, 'and')} of the scores are computed; a GPU computes "
         f"{(linear + attention) / 1e12:.1f} TFLOP a step, {(linear + dense) / 1e12:.1f} if dense, and needs "
         f"{memory_of(model, settings, seq_len).total / GIB:.1f} GiB, beside what learns to choose and the choices."
     )

@@ -122,6 +122,7 @@ def test_a_checkpoint_that_has_learned_to_choose_needs_no_file(checkpoints, caps
     ("words", "status", "sentence"),
     [
         ([], 2, "ds_sparse draw: give a DeepSpeed JSON for its layout, or --model and --text"),
+        (["--model", "indexer", *OF_TEXT, "--heads", "8"], 2, "ds_sparse draw: --heads 8 beside --model"),
         (["moba.json", *OF_TEXT], 2, "ds_sparse draw: give a DeepSpeed JSON"),
         (["moba.json"], 1, "moba.json: mode moba has no layout: each call chooses its blocks; give --model and --text"),
         (["fixed.json", "--model", "dense", *OF_TEXT], 1, "dense: none of its layers chooses blocks."),

@@ -58,3 +58,10 @@ def test_the_json_has_all_numbers_with_their_sums(planned):
     assert found["advice"]["tokens_per_second"] == found["tokens_per_second"]
     assert found["advice"]["step"]["total"] == plan.step.total and found["advice"]["settings"]["ranks"] == 1
     assert len(found["lengths"]) == len(plan.lengths) and found["remarks"] == plan.remarks
+
+
+def test_all_modes_that_choose_blocks_are_named(planned):
+    moba = {"mode": "moba", "block": 64, "num_chosen_blocks": 8}
+    block = {"mode": "indexer", "block": 64, "num_chosen_blocks": 4, "layers": {"0-2": moba, "3": None}}
+    with pytest.raises(ValueError, match=r"layers 0-2 \(moba, block 64\) and 4-11 \(indexer, block 64\) choose"):
+        planned(block)
