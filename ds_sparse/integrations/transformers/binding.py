@@ -7,8 +7,7 @@ import functools
 import inspect
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from ...config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, read_block
 from ...config.block import beyond, layers_of
+from ...models.families._plain import or_cannot_be_sparse
 from ...modules.chosen_attention import LEARNED, LearnedAttention, learned_attention, refuse_options
 from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
@@ -133,7 +133,7 @@ def learned_of_each(
 
 
 def _learned_of(name: str, layer: nn.Module, structure: Any) -> LearnedAttention:
-    with _of_layer(name, layer):
+    with or_cannot_be_sparse(named({name: layer})):
         made = learned_attention(structure, *seen_operands[layer], causal=is_causal(layer), like=layer)
     before = vars(layer)["_modules"].get(LEARNED)
     if before is not None and _shapes(before) == _shapes(made):
@@ -142,15 +142,6 @@ def _learned_of(name: str, layer: nn.Module, structure: Any) -> LearnedAttention
         for module in made.modules():
             vars(module)["_is_hf_initialized"] = True  # else models around this one would draw the parameters anew
     return made
-
-
-@contextmanager
-def _of_layer(name: str, layer: nn.Module) -> Iterator[None]:
-    """Has a ValueError say that the layer cannot be sparse."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{named({name: layer})} cannot be sparse. {error}") from error
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -188,7 +179,7 @@ def attention_of_each(
     for number, (name, layer) in enumerate(layers.items()):
         own, structure = own_attention_of(layer), structures.of(number)
         if own is None:
-            with _of_layer(name, layer):
+            with or_cannot_be_sparse(named({name: layer})):
                 refuse_options(structure, **seen_options.get(layer, {}) | {"causal": is_causal(layer)})
         if own is None and structure is not None and id(structure) not in made:
             block = structures.block_of(number) if shared else None

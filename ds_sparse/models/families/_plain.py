@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -84,21 +85,26 @@ def longest_sequence(config: Any) -> int:
     return getattr(config, "max_position_embeddings", None) or 2048
 
 
+@contextmanager
+def or_cannot_be_sparse(what: str) -> Iterator[None]:
+    """Has a ValueError begin with the layer that cannot be sparse."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be sparse. {error}") from error
+
+
 def refuse_head_size(name: str, layer: nn.Module, heads: int, head_size: int) -> None:
     """Raises ValueError where kernels do not take the heads of a layer."""
     x = torch.empty(1, heads, 1, head_size)
-    try:
+    with or_cannot_be_sparse(named(name, layer)):
         check_attention_operands(x, x, x)
-    except ValueError as error:
-        raise ValueError(f"{named(name, layer)} cannot be sparse. {error}") from error
 
 
 def refuse_asked(name: str, layer: nn.Module, structure: SparsityConfig, **options: Any) -> None:
     """Raises ValueError where a layer asks for what its structure does not compute, such as dropout."""
-    try:
+    with or_cannot_be_sparse(named(name, layer)):
         refuse_options(structure, **options)
-    except ValueError as error:
-        raise ValueError(f"{named(name, layer)} cannot be sparse. {error}") from error
 
 
 def named(name: str, layer: nn.Module) -> str:
