@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import nn
 
@@ -30,27 +30,22 @@ class Kind(NamedTuple):
     sparse: bool = True
 
 
-class Change(Protocol):
+class Change:
     """Attention layers that `on` makes sparse and `off` dense again, and those beside them that stay dense."""
 
-    @property
-    def kinds(self) -> Sequence[Kind]: ...
+    kinds: Sequence[Kind] = ()
 
     def on(self) -> None: ...
 
     def off(self) -> None: ...
 
 
-class StayDense:
+class StayDense(Change):
     """A change that is none: layers that stay dense."""
 
     def __init__(self, layers: Mapping[str, nn.Module], why: str):
         names = [type(layer).__name__ for layer in layers.values()]
         self.kinds = [Kind(layers, names, names, why, sparse=False)]
-
-    def on(self) -> None: ...
-
-    def off(self) -> None: ...
 
 
 def describe(attention: StructuredAttention, learned: Iterable[nn.Module | None] = ()) -> str:

@@ -57,14 +57,27 @@ def fake_copy(model: nn.Module, without: str | None = None) -> nn.Module:
     return double
 
 
-def made_up_inputs(model: nn.Module) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of what a model in plain PyTorch may take: token ids where it has a table of embeddings; hidden
-    states."""
+Input = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
+
+
+def made_up_inputs(model: nn.Module) -> Iterator[Input]:
+    """What a model in plain PyTorch may take: token ids where it has a table of embeddings; hidden states."""
     if any(isinstance(module, nn.Embedding) for module in model.modules()):
-        yield torch.int64, (2, TOKENS)
-    widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
-    if widths:
-        yield torch.float32, (2, TOKENS, widths[0])
+        yield (2, TOKENS), torch.int64
+    if (states := hidden_states(model)) is not None:
+        yield states
+
+
+def hidden_states(model: nn.Module) -> Input | None:
+    """Hidden states of the width that the first projection in a model takes; None where it has none."""
+    width = next((module.in_features for module in model.modules() if isinstance(module, nn.Linear)), None)
+    return None if width is None else ((2, TOKENS, width), floating_dtype(model))
+
+
+def floating_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model computes."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def first_line(error: Exception) -> str:

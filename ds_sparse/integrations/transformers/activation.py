@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...config import BLOCK_KEY, LayerStructures
-from ...models.report import NULL, Kind, describe
+from ...models.report import NULL, Change, Kind, describe
 from ...modules.chosen_attention import LearnedAttention
 from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.local_attention import LocalAttention
@@ -56,7 +56,7 @@ def activate(
     """Has what computes in each compute in attention layers of a model whose config has our name: the one place that
     makes them sparse. Returns the hooks on the model."""
     attach(model.config, layers, attentions, learned)
-    of_causal = {id(x): x for x in (attentions[name] for name, layer in layers.items() if is_causal(layer))}.values()
+    of_causal = dict.fromkeys(attentions[name] for name, layer in layers.items() if is_causal(layer))
     name = type(model).__name__
     notices = [
         f"{name} is causal: {type(x.sparsity_config).__name__} has blocks above the diagonal, which are left out, and "
@@ -80,18 +80,14 @@ def give_own_configs(model: nn.Module) -> None:
         module.config = config
 
 
-class OwnConfigs:
+class OwnConfigs(Change):
     """A change without layers, before those of a model: `give_own_configs`, which stays."""
-
-    kinds = ()
 
     def __init__(self, model: nn.Module):
         self._model = model
 
     def on(self) -> None:
         give_own_configs(self._model)
-
-    def off(self) -> None: ...
 
 
 def give_encoder_its_config(encoder: PreTrainedModel, decoders: list[PreTrainedModel]) -> PreTrainedModel | None:
@@ -110,7 +106,7 @@ def _exchange_config(model: PreTrainedModel, old: Any, new: Any) -> None:
             module.config = new
 
 
-class Switch:
+class Switch(Change):
     """A Transformers model that `on` makes sparse and `off` dense again.
 
     Args:
@@ -155,14 +151,12 @@ class Switch:
         if block is not None:
             self._entries[BLOCK_KEY] = block
         self._learned = learned_of_each(layers, self._attentions)
-        alike: dict[OwnAttention | int, dict[str, nn.Module]] = {}
+        alike: dict[Attention, dict[str, nn.Module]] = {}
         for layer, attention in self._attentions.items():
-            key = attention if isinstance(attention, OwnAttention) else id(attention)
-            alike.setdefault(key, {})[layer] = layers[layer]
-        self.kinds = [self._kind(those) for those in alike.values()]
+            alike.setdefault(attention, {})[layer] = layers[layer]
+        self.kinds = [self._kind(attention, those) for attention, those in alike.items()]
 
-    def _kind(self, layers: dict[str, nn.Module]) -> Kind:
-        attention = self._attentions[next(iter(layers))]
+    def _kind(self, attention: Attention, layers: dict[str, nn.Module]) -> Kind:
         was = [f"{type(layer).__name__}, {self._implementation}" for layer in layers.values()]
         now = [f"{type(layer).__name__}, {NAME}" for layer in layers.values()]
         if isinstance(attention, LocalAttention):

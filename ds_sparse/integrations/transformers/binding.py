@@ -293,11 +293,6 @@ def window_of(layer: nn.Module) -> Window:
     return seen_windows.get(layer, Window() if attached is None else attached.window)
 
 
-def local_attention_of(layer: nn.Module) -> LocalAttention | None:
-    """The attention of a local layer's window; None for a layer that sees all."""
-    return window_of(layer).local
-
-
 def chosen_blocks_of(layer: nn.Module) -> ChosenBlocks | None:
     """The attention of a layer whose indexer chooses blocks, and says how many keys one has; None for another."""
     block = getattr(getattr(layer, "indexer", None), "block_size", None)
@@ -306,7 +301,7 @@ def chosen_blocks_of(layer: nn.Module) -> ChosenBlocks | None:
 
 def own_attention_of(layer: nn.Module) -> OwnAttention | None:
     """The attention of a layer that takes no structure; None for a layer that does."""
-    return chosen_blocks_of(layer) or local_attention_of(layer)
+    return chosen_blocks_of(layer) or window_of(layer).local
 
 
 def _check_entries(entries: Iterable[str], layers: Sequence[nn.Module], model: str) -> None:

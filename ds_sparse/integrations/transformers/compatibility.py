@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...models.trial import TOKENS, fake_copy, first_line, in_trial
+from ...models.trial import TOKENS, Input, fake_copy, first_line, floating_dtype, in_trial
 from ...ops.operands import check_attention_operands
 from ..transformers_family import NAME, models_around, through_interface
 from .binding import (
@@ -323,7 +323,7 @@ def _run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
     raise Untried(first_line(problem)) from problem
 
 
-def _run_copy(model: nn.Module, prepare: Callable[[nn.Module], None], inputs: Inputs) -> None:
+def _run_copy(model: nn.Module, prepare: Callable[[nn.Module], None], inputs: dict[str, Input]) -> None:
     double = fake_copy(model, without="_ds_sparse")
     for module in double.modules():
         config: Any = getattr(module, "config", None)
@@ -334,14 +334,10 @@ def _run_copy(model: nn.Module, prepare: Callable[[nn.Module], None], inputs: In
     double(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()})
 
 
-Inputs = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype by name."""
-
-
-def _inputs(model: nn.Module) -> Iterator[Inputs]:
+def _inputs(model: nn.Module) -> Iterator[dict[str, Input]]:
     """Inputs that a model may take, the likeliest first."""
     taken, config = inspect.signature(model.forward).parameters, model.config
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = floating_dtype(model)
     mask = {"attention_mask": ((2, TOKENS), torch.int64)} if "attention_mask" in taken else {}
     ids = {name: ((2, TOKENS), torch.int64) for name in ("input_ids", "decoder_input_ids") if name in taken}
     pictures = [(name, shape) for name in ("pixel_values", "pixel_values_videos") for shape in _pictures(config, name)]

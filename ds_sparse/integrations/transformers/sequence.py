@@ -113,6 +113,14 @@ class Part(DocumentsRead):
         self.told.add(call.layer)
         return output.transpose(1, 2).contiguous()
 
+    def loss(self, mean: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
+        """The mean over the labelled tokens of all ranks, or their sum by `items`, with the gradient of the share that
+        this rank has: their sum is that of the whole."""
+        own = _sum_of_losses(mean, labelled)
+        labelled_by_all, of_all = self.ranks.sum_of(torch.stack([labelled.double(), own]))
+        total = labelled_by_all if self.items is None else self.items
+        return ((own + (of_all - own.detach())) / total).to(mean.dtype)
+
 
 def is_in_parts(layer: nn.Module, part: Part | Alone | None) -> bool:
     """Tells whether a layer is of a sequence-parallel model, and computes over ranks with what it was handed."""
@@ -304,24 +312,11 @@ class SequenceParallel:
         if _is_shifted(model):
             labels = named.get("shift_labels", labels[:, 1:])
         labelled = (labels != _IGNORED).sum()
-        if isinstance(part, Alone):
-            loss = part.loss(output[0], labelled)
-        else:
-            loss = self._loss_of_all(output[0], labelled, part.items)
+        loss = part.loss(output[0], labelled)
         if isinstance(output, tuple):
             return (loss, *output[1:])
         output.loss = loss
         return output
-
-    def _loss_of_all(
-        self, mean: torch.Tensor, labelled: torch.Tensor, items: torch.Tensor | float | None
-    ) -> torch.Tensor:
-        """The mean over the labelled tokens of all ranks, or their sum by `items`, with the gradient of the share that
-        this rank has: their sum is that of the whole."""
-        own = _sum_of_losses(mean, labelled)
-        labelled_by_all, of_all = self.ranks.sum_of(torch.stack([labelled.double(), own]))
-        total = labelled_by_all if items is None else items
-        return ((own + (of_all - own.detach())) / total).to(mean.dtype)
 
 
 def _check(model: nn.Module, ranks: RanksOfSequence) -> PreTrainedModel:

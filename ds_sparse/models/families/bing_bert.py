@@ -59,7 +59,7 @@ class BingBert(Family):
         return changes_by_structure(layers, kinds, structures, lambda alike: Turn(alike.layers, _around(alike, tokens)))
 
 
-class Turn:
+class Turn(Change):
     """Layers in the bing_bert manner, alike, that `on` turns into BertSparseSelfAttention and `off` back. The objects
     stay, and with them parameters, hooks and whatever else holds them."""
 

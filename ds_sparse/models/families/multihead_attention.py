@@ -16,7 +16,7 @@ from ...modules.multihead_attention import SparseMultiheadAttention, refuse_adde
 from ...modules.structured_attention import StructuredAttention
 from ..report import Change, Kind, describe
 from ..structures import Structures
-from ..trial import fake_copy, in_trial, made_up_inputs
+from ..trial import Input, fake_copy, in_trial, made_up_inputs
 from ._plain import (
     changes_by_structure,
     cross_attention_layers,
@@ -58,7 +58,7 @@ class MultiheadAttention(Family):
         return changes
 
 
-class Turn:
+class Turn(Change):
     """Layers of as many heads that `on` turns into SparseMultiheadAttention and `off` back. The objects stay, and with
     them parameters, hooks and whatever else holds them."""
 
@@ -132,23 +132,21 @@ def _refuse(name: str | None, why: str) -> None:
 
 def _computed_past(model: nn.Module, layers: Mapping[str, nn.Module]) -> str | None:
     """The first layer whose weights are in the output of a model although its forward takes them out of it."""
-    for dtype, shape in made_up_inputs(model):
+    for given in made_up_inputs(model):
         try:
-            return in_trial(model, functools.partial(_reached, model, layers, dtype, shape))
+            return in_trial(model, functools.partial(_reached, model, layers, given))
         except Exception:  # noqa: BLE001  code that is not ours, on inputs that it may not expect
             continue
     return None
 
 
 @torch.enable_grad()
-def _reached(
-    model: nn.Module, layers: Mapping[str, nn.Module], dtype: torch.dtype, shape: tuple[int, ...]
-) -> str | None:
+def _reached(model: nn.Module, layers: Mapping[str, nn.Module], given: Input) -> str | None:
     double = fake_copy(model)
     twins = dict(zip(model.modules(), double.modules(), strict=True))
     weights = {name: _watched_weights(twins[layer]) for name, layer in layers.items()}
-    of_model = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    output = double(torch.zeros(shape, dtype=dtype if dtype == torch.int64 else of_model))
+    shape, dtype = given
+    output = double(torch.zeros(shape, dtype=dtype))
     sums = [x.sum() for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
     return next((name for name, those in weights.items() if sums and _reaches(those, sum(sums))), None)
 

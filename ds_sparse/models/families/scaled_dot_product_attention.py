@@ -28,7 +28,7 @@ from ...modules.structured_attention import StructuredAttention
 from ...ops.operands import check_attention_operands
 from ..report import Change, Kind, describe
 from ..structures import Structures
-from ..trial import TOKENS, fake_copy, in_trial, made_up_inputs
+from ..trial import Input, fake_copy, hidden_states, in_trial, made_up_inputs
 from ._plain import Alike, changes_by_structure, named, refuse_asked, refuse_methods_past_the_class
 from ._registry import Family
 from .bing_bert import check_in_the_manner, in_the_manner
@@ -73,7 +73,7 @@ class ScaledDotProductAttention(Family):
         return {name: layer for name, layer in layers.items() if isinstance(layer, SparseCalls)}
 
 
-class Interceptions:
+class Interceptions(Change):
     """Layers of as many heads whose calls `on` makes sparse and `off` dense again."""
 
     def __init__(self, layers: Mapping[str, nn.Module], attention: StructuredAttention):
@@ -161,22 +161,22 @@ def _try(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, _Tried]
 
 def _alone(name: str, layer: nn.Module) -> _Tried:
     """Hidden states are its first argument; others that it wants, such as masks, are None."""
-    width = next((module.in_features for module in layer.modules() if isinstance(module, nn.Linear)), None)
-    if width is None:
+    states = hidden_states(layer)
+    if states is None:
         return _Tried()
     wanted = [p for p in inspect.signature(layer.forward).parameters.values() if p.default is p.empty]
     more = [None for parameter in wanted[1:] if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     tried = _Tried()
-    error = _run(layer, {layer: name}, {name: tried}, torch.float32, (2, TOKENS, width), more)
+    error = _run(layer, {layer: name}, {name: tried}, states, more)
     return tried if error is None else _Tried(error=None if more else error)  # None instead of a mask is our mistake
 
 
 def _inside(model: nn.Module, layers: Mapping[str, nn.Module], alone: Mapping[str, _Tried]) -> dict[str, _Tried]:
     names = {layer: name for name, layer in layers.items()}
     errors = []
-    for dtype, shape in made_up_inputs(model):
+    for given in made_up_inputs(model):
         seen = {name: _Tried() for name in layers}
-        errors.append(_run(model, names, seen, dtype, shape))
+        errors.append(_run(model, names, seen, given))
         if errors[-1] is None:
             return seen
     return {name: _Tried(error=next((x for x in (alone[name].error, *errors) if x), None)) for name in layers}
@@ -186,12 +186,13 @@ def _run(
     module: nn.Module,
     names: Mapping[nn.Module, str],
     seen: Mapping[str, _Tried],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
+    given: Input,
     more: Sequence[None] = (),
 ) -> Exception | None:
     """The error with which a copy of a module did not run on such an input; None where it did, or where a layer in it
     was refused."""
+
+    shape, dtype = given
 
     def run() -> None:
         double = fake_copy(module)
@@ -200,8 +201,7 @@ def _run(
                 vars(twin).pop("forward", None)  # refused later; what is tried is the module's own
                 make_calls_sparse(twin, names[original], seen[names[original]].attention)
                 twin.training = True  # alone, so that it asks for dropout as in training
-        of_model = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-        double(torch.zeros(shape, dtype=dtype if dtype == torch.int64 else of_model), *more)
+        double(torch.zeros(shape, dtype=dtype), *more)
 
     try:
         in_trial(module, run)
