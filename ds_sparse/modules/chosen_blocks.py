@@ -9,6 +9,7 @@ import torch
 
 from ..ops import selected_attention
 from .choices import note
+from .local_attention import given_options
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,9 @@ class ChosenBlocks:
         query_offset: int | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        refused = [
-            name for name, given in others.items() if given is not None and not (name == "dropout_p" and given == 0)
-        ]
-        if refused:
+        if refused := given_options(others):
             raise ValueError(
-                f"a layer whose indexer chooses blocks of {self.block} keys is given {', '.join(refused)}, which "
+                f"a layer whose indexer chooses blocks of {self.block} keys is given {refused}, which "
                 "selected_attention does not compute there; leave it out, and set attention dropout to 0."
             )
         options: dict[str, Any] = {"causal": causal, "scale": scale, "sinks": sinks, "query_offset": query_offset or 0}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ..ops import window_attention
+
+
+def given_options(options: Mapping[str, Any]) -> str:
+    """The names of options that ask for something, as dropout of 0 does not."""
+    return ", ".join(name for name, x in options.items() if x is not None and not (name == "dropout_p" and x == 0))
 
 
 class LocalAttention(NamedTuple):
@@ -35,13 +41,10 @@ class LocalAttention(NamedTuple):
         cu_seqlens: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        refused = [
-            name for name, given in others.items() if given is not None and not (name == "dropout_p" and given == 0)
-        ]
-        if refused:
+        if refused := given_options(others):
             raise ValueError(
-                f"a local layer with a window of {self.window} tokens is given {', '.join(refused)}, which window "
-                "attention does not compute; leave it out."
+                f"a local layer with a window of {self.window} tokens is given {refused}, which window attention does "
+                "not compute; leave it out."
             )
         return window_attention(
             query, key, value, self.window, causal, key_padding_mask, scale=scale,

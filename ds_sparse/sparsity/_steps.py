@@ -93,6 +93,20 @@ def global_ranges(starts: list[int], ends: list[int] | None, blocks: int) -> lis
     return [slice(start, end).indices(blocks)[:2] for start, end in pairs]
 
 
+def global_rows_and_columns(ranges: list[tuple[int, int]], unidirectional: bool) -> RowStep:
+    """Blocks that attend to all and are attended by all, as [start, end) ranges; if unidirectional, all blocks above
+    the diagonal are dropped."""
+
+    def step(live: Tensor, rows: range) -> None:
+        for start, end in ranges:
+            live[within(rows, start, end)] = 1
+            live[:, start:end] = 1
+        if unidirectional:
+            live.tril_(rows.start)
+
+    return step
+
+
 def indices_beyond(starts: list[int], blocks: int) -> Iterator[tuple[str, str]]:
     """The caution about global blocks that `global_ranges` leaves out."""
     beyond = ", ".join(str(start) for start in starts if start >= blocks)

@@ -6,7 +6,15 @@ from pydantic import Field
 
 from ._base import SparsityConfig
 from ._registry import register_sparsity
-from ._steps import RowStep, global_blocks_fit, random_blocks_fit, row_step, sliding_window, window_fits, within
+from ._steps import (
+    RowStep,
+    global_blocks_fit,
+    global_rows_and_columns,
+    random_blocks_fit,
+    row_step,
+    sliding_window,
+    window_fits,
+)
 from .declarations import Attention, RandomBlocks, WindowWidth, declared, require
 
 if TYPE_CHECKING:
@@ -90,11 +98,4 @@ class BigBirdSparsityConfig(SparsityConfig):
     def set_global_layout_itc(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         require(global_blocks_fit(self.num_global_blocks, blocks))
-
-        def step(live: Tensor, rows: range) -> None:
-            live[within(rows, 0, self.num_global_blocks)] = 1
-            live[:, : self.num_global_blocks] = 1
-            if self.attention == "unidirectional":
-                live.tril_(rows.start)
-
-        return step
+        return global_rows_and_columns([(0, self.num_global_blocks)], self.attention == "unidirectional")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -10,6 +9,7 @@ from ._registry import register_sparsity
 from ._steps import (
     RowStep,
     global_ranges,
+    global_rows_and_columns,
     indices_beyond,
     indices_reach_the_row,
     ranges_pair_up,
@@ -17,12 +17,8 @@ from ._steps import (
     row_step,
     sliding_window,
     window_fits,
-    within,
 )
 from .declarations import Attention, GlobalBlockEndIndices, Indices, WindowWidth, declared
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register_sparsity("bslongformer")
@@ -71,12 +67,4 @@ class BSLongformerSparsityConfig(SparsityConfig):
     def set_global_layout(self, h: int, blocks: int) -> RowStep:
         """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         ranges = global_ranges(self.global_block_indices, self.global_block_end_indices, blocks)
-
-        def step(live: Tensor, rows: range) -> None:
-            for start, end in ranges:
-                live[within(rows, start, end)] = 1
-                live[:, start:end] = 1
-            if self.attention == "unidirectional":
-                live.tril_(rows.start)
-
-        return step
+        return global_rows_and_columns(ranges, self.attention == "unidirectional")

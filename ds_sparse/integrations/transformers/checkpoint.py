@@ -227,10 +227,8 @@ def _load(folder: Path, **options: Any) -> tuple[PreTrainedModel, Any]:
     """
     cls = _class_of(folder)
     tokenizer = _tokenizer(folder)
-    try:
+    with _or_says(f"{folder}: its weights cannot be loaded", Exception):  # each format of weights has errors of its own
         model, found = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
-    except Exception as error:  # each format of weights has errors of its own
-        raise ValueError(f"{folder}: its weights cannot be loaded: {_line(error)}") from error
     if found["missing_keys"]:
         say(f"not in the checkpoint, and initialized anew: {', '.join(sorted(found['missing_keys']))}.")
     if found["unexpected_keys"]:
@@ -282,10 +280,8 @@ def quiet() -> Iterator[None]:
 
 
 def _tokenizer(folder: Path) -> Any:
-    try:
+    with _or_says(f"{folder}: its tokenizer cannot be loaded", OSError, ValueError, KeyError, ImportError):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"{folder}: its tokenizer cannot be loaded: {_line(error)}") from error
     # Transformers makes a tokenizer that knows no word where there is none.
     vocabulary = set(tokenizer.vocab_files_names.values())
     if vocabulary and not any((folder / name).is_file() for name in vocabulary | {"tokenizer.json"}):
@@ -297,10 +293,8 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _config(folder: Path) -> Any:
-    try:
+    with _or_says(f"{folder}: its config.json cannot be read", OSError, ValueError, KeyError):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: its config.json cannot be read: {_line(error)}") from error
 
 
 def _class_of(folder: Path) -> Any:
@@ -337,11 +331,14 @@ def _save(model: PreTrainedModel, tokenizer: Any, source: Path, target: Path, ma
 
 
 def _read(file: Path) -> Any:
-    try:
+    with _or_says(f"{file}: not valid JSON", ValueError):
         return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON: {_line(error)}") from error
 
 
-def _line(error: Exception) -> str:
-    return reason(error).splitlines()[0]
+@contextmanager
+def _or_says(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Has these errors say what cannot be done, and the first line of why, as a ValueError."""
+    try:
+        yield
+    except errors as error:
+        raise ValueError(f"{what}: {reason(error).splitlines()[0]}") from error
