@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..integrations.deepspeed_sequence import BATCH, sequence_parallel_size
 from ..integrations.deepspeed_sequence import KEY as RANKS
-from ..integrations.deepspeed_sequence import sequence_parallel_size
 from ..tools.wording import show
 
-MICRO, TRAIN, STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
-BATCHES = MICRO, TRAIN, STEPS
+TRAIN, MICRO, STEPS = BATCH
 ZERO, BUCKET, CHECKPOINTS = "zero_optimization", 500_000_000, "activation_checkpointing"
 
 STATES = {"sgd": 0, "adagrad": 1, "lion": 1, "muon": 1}
@@ -111,7 +110,7 @@ def read_settings(
 def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: int, ranks: int) -> tuple[int, int]:
     """Sequences of a forward pass, and forward passes a step, by DeepSpeed's rule: a batch counts sequences."""
     groups = gpus // ranks
-    found = {key: None if config.get(key) == "auto" else config.get(key) for key in BATCHES}
+    found = {key: None if config.get(key) == "auto" else config.get(key) for key in (MICRO, TRAIN, STEPS)}
     for key, value in found.items():
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{source}: {key}: got {show(value)}; wanted an integer of at least 1.")

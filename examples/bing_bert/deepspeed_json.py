@@ -14,7 +14,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 import ds_sparse
 from ds_sparse.integrations.deepspeed_check import check_deepspeed_config
-from ds_sparse.plan.settings import BATCHES
+from ds_sparse.integrations.deepspeed_sequence import BATCH
 from ds_sparse.tools.ranks import world_size
 
 from report import say
@@ -106,7 +106,7 @@ def _not_for_this_example(config: dict[str, Any]) -> list[str]:
 
 def _batch_of_other_ranks(config: dict[str, Any]) -> list[str]:
     """A sentence where the batch cannot be dealt to these ranks; DeepSpeed's classes were asked for one."""
-    micro_batch, _, accumulation = (config.get(key) for key in BATCHES)
+    _, micro_batch, accumulation = (config.get(key) for key in BATCH)
     at_once = (micro_batch or 1) * (accumulation or 1) * world_size()
     batch = config.get("train_batch_size") or at_once
     if batch % at_once == 0 and (batch == at_once or not (micro_batch and accumulation)):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_sparse.integrations.deepspeed_sequence import BATCH
 from ds_sparse.plan.model import Model, model_of_config
-from ds_sparse.plan.settings import BATCHES, Settings, read_settings
+from ds_sparse.plan.settings import Settings, read_settings
 from ds_sparse.plan.utilisation import StepWork
 from ds_sparse.tools.ranks import world_size
 
@@ -65,7 +66,7 @@ class TrainingRun:
         manifest = self.data.manifest()
         return {
             "sparse": self.name == SPARSE,
-            "deepspeed_config": {key: value for key, value in self.config.items() if key not in BATCHES},
+            "deepspeed_config": {key: value for key, value in self.config.items() if key not in BATCH},
             "train_batch_size": self.settings().sequences,
             "model": self.model_config.model_dump(),
             "data": manifest["cache_entry"],

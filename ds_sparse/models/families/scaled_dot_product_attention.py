@@ -48,8 +48,7 @@ class ScaledDotProductAttention(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        if not isinstance(layers, _TriedLayers):
-            layers = _TriedLayers(layers, _try(model, layers))
+        assert isinstance(layers, _TriedLayers), "of of_this_family"
         for name, (layer, error) in layers.failed.items():
             check_in_the_manner(name, layer, error)
         tried = layers.tried
