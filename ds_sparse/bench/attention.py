@@ -9,8 +9,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..index import BlockIndex
@@ -39,7 +38,7 @@ from .markdown import (
 )
 from .matmul import our_operations
 from .reasons import Unsupported
-from .references import AttentionProblem, Piece, block_rows
+from .references import AttentionProblem, Piece, block_rows, sdpa
 from .registry import Build, Peer
 from .run import Medians, Operation
 from .runs import Result, Row
@@ -97,16 +96,6 @@ def composition(problem: Problem) -> Peer:
 def sdpa_mask(problem: Problem) -> Peer:
     mask = to_token_mask(problem.layout, problem.case.block)[None]
     return Peer(lambda query, key, value: scaled_dot_product_attention(query, key, value, attn_mask=mask))
-
-
-def sdpa_by(backend: SDPBackend) -> Build:
-    """PyTorch's dense attention by one backend, which PyTorch alone would not always choose."""
-
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(query, key, value)
-
-    return lambda problem: Peer(call, dense=True)
 
 
 def flex_by(tile: int | None, mode: str | None) -> Build:
@@ -330,10 +319,10 @@ OPERATION = Operation(
     peers={
         OURS: fused,
         "composition": composition,
-        "sdpa": lambda problem: Peer(scaled_dot_product_attention, dense=True),
+        "sdpa": sdpa(),
         "sdpa-mask": sdpa_mask,
-        "cudnn": sdpa_by(SDPBackend.CUDNN_ATTENTION),
-        "flash": sdpa_by(SDPBackend.FLASH_ATTENTION),
+        "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "flash": sdpa(SDPBackend.FLASH_ATTENTION),
         "flex": flex_by(flex.TILE, None),
         "flex-max": flex_by(flex.TILE, "max-autotune-no-cudagraphs"),
         "flex-blocks": flex_by(None, "max-autotune-no-cudagraphs"),

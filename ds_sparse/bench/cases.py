@@ -34,10 +34,6 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = ""
 
-    @property
-    def title(self) -> str:
-        return self.name
-
     def config(self, num_heads: int) -> SparsityConfig:
         """The configuration of one of `STRUCTURES`."""
         return STRUCTURES[self.structure](num_heads=num_heads, block=self.block, **self.options)

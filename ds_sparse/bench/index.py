@@ -85,10 +85,6 @@ class Case:
     seq_len: int
     dtype: str = ""
 
-    @property
-    def title(self) -> str:
-        return self.name
-
     def small(self) -> Case:
         """The case cut for a CPU."""
         seq_len = min(self.seq_len // 4, ON_CPU)

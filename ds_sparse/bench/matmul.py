@@ -24,11 +24,11 @@ from .floors import ATTENTION, SCORES, SOFTMAX, TRANSPOSED, VALUES, Size
 from .layouts import LAYOUTS, make_layout
 from .machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN, in_three_digits
 from .markdown import SHAPE, Columns, Table, also, beside, in_ms, percent, shape_of, takes
-from .references import Piece, block_rows
+from .references import Piece, block_rows, sdpa
 from .registry import Build, Peer
 from .run import Operation
 from .runs import Result, Row
-from .steps import FIELDS, Calls, StepsProblem, attention_by, dense, has_floors, ours, over_floor, page, sdpa
+from .steps import FIELDS, Calls, StepsProblem, attention_by, dense, has_floors, ours, over_floor, page
 from .text import Column, lacking, milliseconds_in, table
 
 JOBS = {"sdd": SCORES, "softmax": SOFTMAX, "dsd": VALUES, "dds": TRANSPOSED, "attention": ATTENTION}
@@ -72,7 +72,7 @@ class Case:
         return self.head_dim**-0.5
 
     @property
-    def title(self) -> str:
+    def name(self) -> str:
         return f"{self.layout} block {self.block} {self.dtype}"
 
 
@@ -210,7 +210,7 @@ def lines(results: list[Result]) -> Iterator[str]:
     (result,) = results
     case, live = result.case, result.about.density
     yield (
-        f"{case.title}, density {live:.1%}, B {case.batch}, H {case.heads}, T {case.seq_len}, D {case.head_dim}; "
+        f"{case.name}, density {live:.1%}, B {case.batch}, H {case.heads}, T {case.seq_len}, D {case.head_dim}; "
         f"medians of {result.rounds} rounds"
     )
     columns = [
@@ -311,7 +311,7 @@ OPERATION = Operation(
         **ours(JOBS),
         **{f"{BSR} {name}": bsr(name) for name in JOBS},
         **{job: dense(job) for job in JOBS.values() if job != ATTENTION},
-        ATTENTION: sdpa,
+        ATTENTION: sdpa(beside=ATTENTION),
         MASK: attention_by(masked),
         IN_PARTS: attention_by(in_parts, dense=True),
         LOOP: attention_by(loop),

@@ -88,10 +88,6 @@ class Case:
     dtype: str = ""
 
     @property
-    def title(self) -> str:
-        return self.name
-
-    @property
     def lengths(self) -> list[int]:
         """Tokens of each document, the last of which ends with the row."""
         if self.length is None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..verify.accuracy import output_and_gradients, require_as_accurate
-from .registry import Peer
+from .registry import Build, Peer
 
 ROWS_AT_ONCE = 1024
 """Rows whose scores against a whole document are there at a time."""
@@ -113,6 +115,7 @@ class AttentionProblem(ABC):
         places: (sequence, head) of those that are verified, with all that share a key head with it; None: the first and
             the last.
         group: query heads that share a key head, and see the same keys.
+        causal: later tokens are masked.
 
     Attributes:
         inputs: query, key and value.
@@ -126,8 +129,9 @@ class AttentionProblem(ABC):
         part: int,
         places: Sequence[tuple[int, int]] | None = None,
         group: int = 1,
+        causal: bool = False,
     ) -> None:
-        self.device, self.part, self.group = device, part, group
+        self.device, self.part, self.group, self.causal = device, part, group, causal
         query, key, value, self.grad = random_tensors(4, shape, dtype, device)
         self.inputs = [query, *(x[:, ::group].contiguous() for x in (key, value))]
         self.places = places or sorted({(0, 0), (shape[0] - 1, shape[1] - group)})
@@ -172,3 +176,18 @@ class AttentionProblem(ABC):
                 plain, _ = group_by_pieces(mine, pieces)
                 found.append((plain, *group_by_pieces([x.double() for x in mine], pieces)))
         return self._known[key]
+
+
+def sdpa(backend: SDPBackend | None = None, beside: str = "") -> Build:
+    """PyTorch's dense attention by one backend, which PyTorch alone would not always choose, or by its choice."""
+
+    def build(problem: AttentionProblem) -> Peer:
+        def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                return scaled_dot_product_attention(
+                    query, key, value, is_causal=problem.causal, enable_gqa=problem.group > 1
+                )
+
+        return Peer(call, beside=beside, dense=True)
+
+    return build

@@ -210,7 +210,7 @@ def run_case(
             timed = partial(operation.time_of or time_of, peer.call, leaves, grad, direction, device)
             runs[name, direction] = partial(time_unless_wrong, reasons, name, timed)
     about = operation.abouts(problem, peers)
-    times = in_turns(runs, args.repeats, args.seconds, case.title)
+    times = in_turns(runs, args.repeats, args.seconds, case.name)
     medians = {key: statistics.median(samples) for key, samples in times.items() if key[0] not in reasons}
 
     rows = []

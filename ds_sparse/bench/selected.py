@@ -4,7 +4,7 @@ attention."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..index.selection import Selection
@@ -24,8 +24,8 @@ from .command import add_cases, add_peers, cases_of
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits
 from .markdown import SHAPE, Columns, Table, also, beside, in_ms, numbers, pair, percent, shape_of
 from .reasons import Unsupported
-from .references import ROWS_AT_ONCE, AttentionProblem, Piece
-from .registry import Build, Peer
+from .references import ROWS_AT_ONCE, AttentionProblem, Piece, sdpa
+from .registry import Peer
 from .run import Medians, Operation
 from .runs import Result, Row
 from .text import Column, lacking, milliseconds_in, number, share, table
@@ -86,10 +86,6 @@ class Case:
     dtype: str = ""
 
     batch = 1
-
-    @property
-    def title(self) -> str:
-        return self.name
 
     @property
     def kind(self) -> str:
@@ -172,7 +168,7 @@ class Problem(AttentionProblem):
 
     def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:
         shape, group = (1, case.heads, case.seq_len, case.head_dim), case.heads // case.groups
-        super().__init__(shape, DTYPES[case.dtype], device, case.block, group=group)
+        super().__init__(shape, DTYPES[case.dtype], device, case.block, group=group, causal=case.causal)
         self.case, self.dtype, self.columns = case, DTYPES[case.dtype], -(-case.seq_len // case.block)
         self.block_indices = case.block_indices().to(device)
 
@@ -253,22 +249,6 @@ def choosing(problem: Problem) -> Peer:
         return select_blocks(query, key, case.block, case.top, groups=case.groups, causal=case.causal, local=1)
 
     return Peer(call, inputs=(), no_backward="forward only: it has no gradient")
-
-
-def sdpa_by(backend: SDPBackend | None) -> Build:
-    """PyTorch's dense attention, by one backend or by its choice."""
-
-    def build(problem: Problem) -> Peer:
-        def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            options: dict[str, Any] = {"is_causal": problem.case.causal, "enable_gqa": problem.group > 1}
-            if backend is None:
-                return scaled_dot_product_attention(query, key, value, **options)
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(query, key, value, **options)
-
-        return Peer(call, dense=True)
-
-    return build
 
 
 def sdpa_mask(problem: Problem) -> Peer:
@@ -356,10 +336,6 @@ def pages(results: list[Result], args: argparse.Namespace) -> dict[str, Table]:
     return {"cases": beside(shown, results, OURS, others, ways)}
 
 
-def about_of(problem: Problem, peers: Mapping[str, Peer]) -> About:
-    return problem.about
-
-
 OPERATION = Operation(
     name="selected",
     description=DESCRIPTION,
@@ -370,16 +346,16 @@ OPERATION = Operation(
         OURS: ours,
         INDEX: index,
         CHOOSING: choosing,
-        "sdpa": sdpa_by(None),
+        "sdpa": sdpa(),
         "sdpa-mask": sdpa_mask,
-        "cudnn": sdpa_by(SDPBackend.CUDNN_ATTENTION),
-        "flash": sdpa_by(SDPBackend.FLASH_ATTENTION),
+        "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "flash": sdpa(SDPBackend.FLASH_ATTENTION),
     },
     ours=(OURS, CHOOSING),
     options=options,
     cases=lambda args: cases_of(args, TABLE, "peers"),
     names=lambda args: list(dict.fromkeys([*ALWAYS, *args.peers])),
-    abouts=about_of,
+    abouts=lambda problem, peers: problem.about,
     numbers=numbers_of,
     lines=lines,
     summary=summary,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..verify.accuracy import output_and_gradients, require_as_accurate
 from .floors import ATTENTION, SCORES, SOFTMAX, TRANSPOSED, VALUES, Ceilings, Size, operation_floor
@@ -138,9 +137,6 @@ def dense(job: str) -> Build:
 def attention_by(make: Callable[[Any], Callable[..., Tensor]], dense: bool = False) -> Build:
     """Another way to attention; make: from a problem to the call."""
     return lambda problem: Peer(make(problem), beside=ATTENTION, dense=dense)
-
-
-sdpa = attention_by(lambda problem: scaled_dot_product_attention, dense=True)
 
 
 def over_floor(problem: StepsProblem, peer: Peer | None, row: Row, medians: Medians) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from .floors import l2_read_rate
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .markdown import SHAPE, Columns, Table, in_ms, made_of, milliseconds, notes_on, numbers, pair, percent, shape_of
 from .reasons import Unsupported
-from .references import AttentionProblem, Piece, block_rows
+from .references import AttentionProblem, Piece, block_rows, sdpa
 from .registry import Build, Peer
 from .run import Medians, Operation
 from .runs import Result, Row
@@ -78,7 +78,7 @@ class Case:
         return self.d_model // self.heads
 
     @property
-    def title(self) -> str:
+    def name(self) -> str:
         return (
             f"T {self.seq_len}, d_model {self.d_model}, heads {self.heads}, {self.sparsity:.0%} sparse {self.pattern}"
         )
@@ -355,7 +355,7 @@ OPERATION = Operation(
         "sparse_matmul": of_pairs(partial(native_scores, sparse_matmul), lambda head_dim: 4 * head_dim),
         "sparse_matmul_vo": of_pairs(partial(native_scores, sparse_matmul_vo), lambda head_dim: 4 * head_dim),
         OURS: of_pairs(sparse_attn, lambda head_dim: 2),
-        SDPA: lambda problem: Peer(scaled_dot_product_attention, beside=DENSE, dense=True),
+        SDPA: sdpa(beside=DENSE),
         "sdpa+mask": of_scores(scaled_dot_product_attention, 1, "attn_mask"),
         FLEX: flex_attention,
     },

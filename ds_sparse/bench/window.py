@@ -23,11 +23,11 @@ from .command import NO_FLOOR, add_peers, add_sizes, listed
 from .floors import ATTENTION, SCORES, SOFTMAX, VALUES, Size
 from .machine import FORWARD, TRAIN
 from .markdown import SHAPE, Columns, Table, also, beside, in_ms, shape_of
-from .references import Piece
+from .references import Piece, sdpa
 from .registry import Peer
 from .run import Operation
 from .runs import Result
-from .steps import FIELDS, Calls, StepsProblem, attention_by, dense, has_floors, ours, over_floor, page, sdpa
+from .steps import FIELDS, Calls, StepsProblem, attention_by, dense, has_floors, ours, over_floor, page
 from .text import Column, lacking, milliseconds_in, table
 
 VERIFIED_TOKENS = 1024
@@ -81,7 +81,7 @@ class Case:
         return self.head_dim**-0.5
 
     @property
-    def title(self) -> str:
+    def name(self) -> str:
         return f"window {self.window} {self.dtype}, T {self.seq_len}, density {self.density:.1%}"
 
 
@@ -184,7 +184,7 @@ def lines(results: list[Result]) -> Iterator[str]:
     """Milliseconds, ratio to the dense counterpart, on a GPU ratio to the floor."""
     (result,) = results
     case = result.case
-    yield f"{case.title}, B {case.batch}, H {case.heads}, D {case.head_dim}; medians of {result.rounds} rounds"
+    yield f"{case.name}, B {case.batch}, H {case.heads}, D {case.head_dim}; medians of {result.rounds} rounds"
     columns = [
         milliseconds_in(9),
         Column("x dense", 8, lambda row: "-" if row.to_dense is None else f"{row.to_dense:.3f}"),
@@ -219,7 +219,7 @@ OPERATION = Operation(
     peers={
         **ours(JOBS),
         **{job: dense(job) for job in (SCORES, SOFTMAX, VALUES)},
-        ATTENTION: sdpa,
+        ATTENTION: sdpa(beside=ATTENTION),
         OTHERS["sdpa-mask"]: attention_by(band_mask),
         OTHERS["chunks"]: attention_by(sliding_chunks),
         OTHERS["flex"]: flex_attention,
