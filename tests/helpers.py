@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_sparse.bench.machine import captured  # noqa: F401  # operations' tests take it from here
 from ds_sparse.dispatch import choice
 from ds_sparse.layout import as_bool_layout
-from ds_sparse.verify.torch_settings import deterministic_algorithms, poisoned_memory  # noqa: F401  # operations' tests take them from here
+from ds_sparse.tools.torch_settings import deterministic_algorithms, poisoned_memory  # noqa: F401  # operations' tests take them from here
 
 # The same examples in every run, and no clock: a slow machine is not a failure.
 EXAMPLES = settings(deadline=None, derandomize=True, database=None)

@@ -15,7 +15,7 @@ from ds_sparse.bench import cases
 from ds_sparse.bench.command import add_shared, listed, one_of
 from ds_sparse.bench.registry import BF16_ON_A_GPU
 from ds_sparse.tools.arguments import positive
-from ds_sparse.verify.torch_settings import cpu_threads
+from ds_sparse.tools.torch_settings import cpu_threads
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ from .references import Piece, block_rows, sdpa
 from .registry import Build, Peer
 from .run import Operation
 from .runs import Result, Row
-from .steps import FIELDS, Calls, StepsProblem, attention_by, dense, has_floors, ours, over_floor, page
+from .steps import FIELDS, Calls, StepsProblem, dense, has_floors, ours, over_floor, page
 from .text import Column, lacking, milliseconds_in, table
 
 JOBS = {"sdd": SCORES, "softmax": SOFTMAX, "dsd": VALUES, "dds": TRANSPOSED, "attention": ATTENTION}
@@ -136,15 +136,19 @@ def bsr(name: str) -> Build:
     return build
 
 
-def masked(problem: Problem) -> Callable[..., Tensor]:
-    return partial(scaled_dot_product_attention, attn_mask=to_token_mask(problem.layout, problem.case.block)[None])
+def masked(problem: Problem) -> Peer:
+    mask = to_token_mask(problem.layout, problem.case.block)[None]
+    return Peer(partial(scaled_dot_product_attention, attn_mask=mask), beside=ATTENTION)
 
 
-def in_parts(problem: Problem) -> Callable[..., Tensor]:
-    return lambda query, key, value: (query @ key.mT * problem.case.scale).softmax(-1) @ value
+def in_parts(problem: Problem) -> Peer:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT * problem.case.scale).softmax(-1) @ value
+
+    return Peer(call, beside=ATTENTION, dense=True)
 
 
-def loop(problem: Problem) -> Callable[..., Tensor]:
+def loop(problem: Problem) -> Peer:
     """Attention as a user writes it without us: each block row against its gathered keys."""
     block, live_tokens = problem.case.block, problem.layout[0].repeat_interleave(problem.case.block, 1)
 
@@ -157,7 +161,7 @@ def loop(problem: Problem) -> Callable[..., Tensor]:
             rows.append(scores.softmax(-1) @ values)
         return torch.cat(rows, dim=2)
 
-    return call
+    return Peer(call, beside=ATTENTION)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -312,9 +316,9 @@ OPERATION = Operation(
         **{f"{BSR} {name}": bsr(name) for name in JOBS},
         **{job: dense(job) for job in JOBS.values() if job != ATTENTION},
         ATTENTION: sdpa(beside=ATTENTION),
-        MASK: attention_by(masked),
-        IN_PARTS: attention_by(in_parts, dense=True),
-        LOOP: attention_by(loop),
+        MASK: masked,
+        IN_PARTS: in_parts,
+        LOOP: loop,
     },
     ours=tuple(JOBS),
     options=options,

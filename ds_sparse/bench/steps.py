@@ -109,9 +109,7 @@ def ours(jobs: Mapping[str, str]) -> dict[str, Build]:
     """Our operations, with whom they are compared."""
 
     def by_name(name: str, job: str) -> Build:
-        if job == ATTENTION:
-            return lambda problem: Peer(problem.ours[name], beside=job)
-        return lambda problem: Peer(problem.ours[name], problem.operands(name), job)
+        return lambda problem: Peer(problem.ours[name], None if job == ATTENTION else problem.operands(name), job)
 
     return {name: by_name(name, job) for name, job in jobs.items()}
 
@@ -132,11 +130,6 @@ def dense(job: str) -> Build:
         return Peer(lambda v, p: v @ p.mT, (value.mT, probs), job)
 
     return build
-
-
-def attention_by(make: Callable[[Any], Callable[..., Tensor]], dense: bool = False) -> Build:
-    """Another way to attention; make: from a problem to the call."""
-    return lambda problem: Peer(make(problem), beside=ATTENTION, dense=dense)
 
 
 def over_floor(problem: StepsProblem, peer: Peer | None, row: Row, medians: Medians) -> dict[str, Any]:

@@ -4,9 +4,9 @@ windowed attention."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -27,7 +27,7 @@ from .references import Piece, sdpa
 from .registry import Peer
 from .run import Operation
 from .runs import Result
-from .steps import FIELDS, Calls, StepsProblem, attention_by, dense, has_floors, ours, over_floor, page
+from .steps import FIELDS, Calls, StepsProblem, dense, has_floors, ours, over_floor, page
 from .text import Column, lacking, milliseconds_in, table
 
 VERIFIED_TOKENS = 1024
@@ -124,12 +124,12 @@ class Problem(StepsProblem):
             yield slice(first, first + PART), keys, (token[first : first + PART, None] - token[keys]).abs() <= reach
 
 
-def band_mask(problem: Problem) -> Callable[..., Tensor]:
+def band_mask(problem: Problem) -> Peer:
     mask = reference.window_mask(problem.case.seq_len, (problem.case.window,)).to(problem.device)
-    return lambda query, key, value: scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return Peer(partial(scaled_dot_product_attention, attn_mask=mask), beside=ATTENTION)
 
 
-def sliding_chunks(problem: Problem) -> Callable[..., Tensor]:
+def sliding_chunks(problem: Problem) -> Peer:
     """Windows as a user writes them without us, after Longformer's PyTorch version: chunks of queries as long as the
     window, each against the three chunks of keys that its windows are in."""
     case, device = problem.case, problem.device
@@ -145,7 +145,7 @@ def sliding_chunks(problem: Problem) -> Callable[..., Tensor]:
         scores = (chunks @ keys * case.scale).masked_fill(dead, torch.finfo(query.dtype).min)
         return (scores.softmax(-1) @ values.mT).flatten(2, 3)[:, :, :tokens]
 
-    return call
+    return Peer(call, beside=ATTENTION)
 
 
 def flex_attention(problem: Problem) -> Peer:
@@ -220,8 +220,8 @@ OPERATION = Operation(
         **ours(JOBS),
         **{job: dense(job) for job in (SCORES, SOFTMAX, VALUES)},
         ATTENTION: sdpa(beside=ATTENTION),
-        OTHERS["sdpa-mask"]: attention_by(band_mask),
-        OTHERS["chunks"]: attention_by(sliding_chunks),
+        OTHERS["sdpa-mask"]: band_mask,
+        OTHERS["chunks"]: sliding_chunks,
         OTHERS["flex"]: flex_attention,
     },
     ours=tuple(JOBS),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..layout import ROWS_AT_ONCE, LayoutRows, RowMaker
 from ..tools.extras import optional_imports
+from ..tools.torch_settings import cpu_threads
 from ..tools.wording import listed
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def _panels(rows: LayoutRows, cell: tuple[int, int], head: int | None = None) ->
     makers = {h: rows.maker(h) for h in heads}
     cells = [-(-size // along) for size, along in zip((rows.rows, rows.columns), cell, strict=True)]
     groups = [(list(heads), torch.zeros(cells, dtype=torch.int64))]
-    with _one_thread():
+    with cpu_threads(1):  # a piece of rows is so small that threads wait for each other longer than they work
         for start in range(0, rows.rows, ROWS_AT_ONCE):
             piece = range(start, min(start + ROWS_AT_ONCE, rows.rows))
             groups = [part for members, counts in groups for part in _split(members, counts, makers, piece, cell)]
@@ -195,17 +196,6 @@ def _panels(rows: LayoutRows, cell: tuple[int, int], head: int | None = None) ->
         Panel(members, counts / (heights[:, None] * widths), counts.sum().item() / (rows.rows * rows.columns))
         for members, counts in sorted(groups, key=lambda group: group[0])
     ]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A piece of rows is so small that threads wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _split(

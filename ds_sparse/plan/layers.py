@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..bench.machine import BACKWARD, FORWARD
 from ..config import mode_of, read_block
 from ..dispatch import HOPPER_TILE, TILE
 from ..index.build import TilePlan, bits_of
@@ -23,9 +24,6 @@ from ..sparsity.draws import random_numbers_kept
 from ..tools.block_sizes import rounded_up
 from ..tools.wording import reason
 from .model import Model
-
-FORWARD, BACKWARD = "forward", "backward"
-"""The directions of attention, by which `Walk` has its sides."""
 
 WINDOW_BLOCK = 64
 """Tokens on the side of the blocks that a model's own windows are counted in."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..bench.machine import GIB
 from .communication import of_rank
 from .model import Model
 from .operations import FP32, ITEM, embeddings, exchange, kept_by_attention, layer, logits_at_the_highest
 from .settings import Settings
-
-GIB = 2**30
 
 LEFT_FREE = 0.05
 """Part of the memory that is not counted on: CUDA's context, libraries, what the allocator cannot use."""
@@ -48,13 +47,8 @@ class Memory:
         return {name: value for name, value in vars(self).items() if name != "at"}
 
 
-def memory_of(model: Model, settings: Settings, seq_len: int, trains: bool = True) -> Memory:
-    """The memory of a step on one GPU.
-
-    Args:
-        seq_len: tokens of a sequence, whole blocks.
-        trains: False for a step without an optimizer, in 16 bits, as `python -m benchmarks bert` measures it.
-    """
+def memory_of(model: Model, settings: Settings, seq_len: int) -> Memory:
+    """The memory of a step on one GPU. seq_len: tokens of a sequence, whole blocks."""
     tokens = settings.tokens(seq_len)
     wide = 2 if settings.dtype == "fp32" else 1
     parameters = model.parameters(seq_len)
@@ -62,17 +56,15 @@ def memory_of(model: Model, settings: Settings, seq_len: int, trains: bool = Tru
     weights = wide * ITEM * parameters / (gpus if stage == 3 else 1)
     gradients = wide * ITEM * parameters / (gpus if stage >= 2 else 1)
     states = 0.0
-    if trains and not settings.offloads:
+    if not settings.offloads:
         states = FP32 * (settings.states + (wide == 1)) * parameters / (gpus if stage else 1)
     activations, attention = (wide * tokens * part for part in _waiting(model, settings))
     logits = wide * tokens * model.labelled * logits_at_the_highest(model)
     if settings.checkpoints:  # one layer is made again when the logits are gone
         logits = max(logits, wide * tokens * sum(_of_layer(model, settings)))
     held = gradients if settings.accumulation > 1 else 0.0
-    bucket = float(settings.bucket_bytes) if trains else 0.0
+    bucket = float(settings.bucket_bytes)
     at_loss = Memory(weights, held, states, activations, attention, logits, bucket, "while the loss is computed")
-    if not trains:
-        return at_loss
     fp32_gradients = 0.0 if settings.offloads or wide > 1 else FP32 * parameters / (gpus if stage else 1)
     stepping = Memory(weights, gradients + fp32_gradients, states, 0.0, 0.0, 0.0, bucket, "while the optimizer steps")
     return max(at_loss, stepping, key=lambda memory: memory.total)

@@ -66,9 +66,20 @@ class Setting(NamedTuple):
         """Half of the variants are causal."""
         return (self.block.bit_length() + self.variant.head_dim // 8) % 2 == 0
 
-    def attended(self) -> dict[str, Tensor]:
+    def vectors(self, *names: str) -> dict[str, Tensor]:
+        """Operands (B, H, T, D) of these names."""
         shape = (self.batch, self.heads, self.tokens, self.variant.head_dim)
-        return {name: self.drawn(*shape) for name in ("query", "key", "value")}
+        return {name: self.drawn(*shape) for name in names}
+
+    def attended(self) -> dict[str, Tensor]:
+        return self.vectors("query", "key", "value")
+
+    def values(self) -> Tensor:
+        """(B, V, b, b), of live blocks."""
+        return self.drawn(self.batch, int(self.live.sum()), self.block, self.block)
+
+    def bands(self) -> Tensor:
+        return self.drawn(self.batch, self.heads, self.tokens, 2 * WINDOW + 1)
 
 
 def case_of(variant: Variant, device: torch.device, seed: int) -> Case:
@@ -184,9 +195,8 @@ def _pair_attention(s: Setting) -> Case:
 
 def _pair_scores(s: Setting) -> Case:
     pairs = to_token_mask(s.live[:1], s.block)[0].nonzero()
-    operands = {name: s.drawn(s.batch, s.heads, s.tokens, s.variant.head_dim) for name in "qk"}
     return Case(
-        operands,
+        s.vectors("q", "k"),
         lambda q, k: (sparse_matmul(q, k, pairs),),
         lambda q, k: ((q @ k.mT)[..., pairs[:, 0], pairs[:, 1]],),
     )
@@ -194,10 +204,8 @@ def _pair_scores(s: Setting) -> Case:
 
 def _sdd(s: Setting) -> Case:
     operation = MatMul(s.live, s.block, "sdd", trans_b=True)
-    tokens = s.live.shape[1] * s.block
-    operands = {name: s.drawn(s.batch, s.heads, tokens, s.variant.head_dim) for name in "ab"}
     return Case(
-        operands,
+        s.vectors("a", "b"),
         lambda a, b: (operation(a, b),),
         lambda a, b: (reference.matmul(a, b, s.live, s.block, "sdd", False, True),),
     )
@@ -205,39 +213,33 @@ def _sdd(s: Setting) -> Case:
 
 def _dsd(s: Setting) -> Case:
     operation = MatMul(s.live, s.block, "dsd")
-    tokens = s.live.shape[1] * s.block
-    values = s.drawn(s.batch, int(s.live.sum()), s.block, s.block)
     return Case(
-        {"a": values, "b": s.drawn(s.batch, s.heads, tokens, s.variant.head_dim)},
+        {"a": s.values(), **s.vectors("b")},
         lambda a, b: (operation(a, b),),
         lambda a, b: (reference.matmul(a, b, s.live, s.block, "dsd", False, False),),
     )
 
 
 def _softmax(s: Setting) -> Case:
-    operation, tokens = Softmax(s.live, s.block), s.live.shape[1] * s.block
-    operands = {"x": s.drawn(s.batch, int(s.live.sum()), s.block, s.block), "rpe": s.drawn(1, 1, tokens, tokens)}
+    operation = Softmax(s.live, s.block)
     return Case(
-        operands,
+        {"x": s.values(), "rpe": s.drawn(1, 1, s.tokens, s.tokens)},
         lambda x, rpe: (operation(x, rpe=rpe),),
         lambda x, rpe: (reference.softmax(x, s.live, s.block, s.heads, rpe=rpe),),
     )
 
 
 def _window_matmul(s: Setting) -> Case:
-    operands = {name: s.drawn(s.batch, s.heads, s.tokens, s.variant.head_dim) for name in "ab"}
     return Case(
-        operands,
+        s.vectors("a", "b"),
         lambda a, b: (window_matmul(a, b.mT, WINDOW),),
         lambda a, b: (reference.window_matmul(a, b.mT, WINDOW),),
     )
 
 
 def _unwindow_matmul(s: Setting) -> Case:
-    operands = {"p": s.drawn(s.batch, s.heads, s.tokens, 2 * WINDOW + 1)}
-    operands["v"] = s.drawn(s.batch, s.heads, s.tokens, s.variant.head_dim)
     return Case(
-        operands,
+        {"p": s.bands(), **s.vectors("v")},
         lambda p, v: (ours_of_bands(p, v, WINDOW),),
         lambda p, v: (reference.unwindow_matmul(p, v, WINDOW),),
     )
@@ -245,7 +247,7 @@ def _unwindow_matmul(s: Setting) -> Case:
 
 def _window_softmax(s: Setting) -> Case:
     return Case(
-        {"scores": s.drawn(s.batch, s.heads, s.tokens, 2 * WINDOW + 1)},
+        {"scores": s.bands()},
         lambda scores: (window_softmax(scores, WINDOW, causal=s.causal),),
         lambda scores: (reference.window_softmax(scores, (WINDOW,), causal=s.causal),),
     )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..dispatch import force_implementation
+from ..tools.torch_settings import cpu_threads, poisoned_memory
 from .accuracy import require_as_accurate
 from .cases import Case, Function, case_of
 from .repeats import Busy, busy_memory, differing
-from .torch_settings import cpu_threads, poisoned_memory
 from .variants import Variant
 
 LEAST_ERRORS = {torch.float64: 1e-12, torch.float32: 2**-19}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .torch_settings import cpu_threads
+from ..tools.torch_settings import cpu_threads
 
 THREADS = 3
 """Threads that make the same call, on the CPU."""

@@ -9,7 +9,7 @@ import torch
 from helpers import on_device
 from torch import Tensor
 
-from ds_sparse.verify.torch_settings import cpu_threads, poisoned_memory
+from ds_sparse.tools.torch_settings import cpu_threads, poisoned_memory
 
 from .bounds import units_of
 from .cases import Case

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_sparse
-from ds_sparse.verify.torch_settings import cpu_threads
+from ds_sparse.tools.torch_settings import cpu_threads
 
 HEADS, HEAD_DIM, BLOCK = 2, 16, 16
 LENGTHS = (32, 64, 96, 128, 160)

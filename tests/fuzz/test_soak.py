@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_sparse.verify.torch_settings import cpu_threads
+from ds_sparse.tools.torch_settings import cpu_threads
 from fuzz import soak
 
 STEPS = 200

@@ -37,7 +37,7 @@ from ds_sparse import (
     window_softmax,
 )
 from ds_sparse.index import kernels
-from ds_sparse.verify.torch_settings import cpu_threads
+from ds_sparse.tools.torch_settings import cpu_threads
 
 OPERATORS = kernels.OPERATORS
 EVERY = list(operations("cpu"))
