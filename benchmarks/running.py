@@ -16,6 +16,7 @@ import torch
 from ds_sparse.bench.machine import conditions
 from ds_sparse.bench.markdown import Table
 from ds_sparse.bench.runs import Run, restored, show
+from ds_sparse.tools.arguments import number
 
 Result = tuple[Any, list[Any]]
 """A case, and the rows of what was measured in it."""
@@ -95,21 +96,5 @@ def in_columns(table: Table) -> Iterator[str]:
         yield "  ".join([f"{name:{first}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths))]).rstrip()
 
 
-def number(parse: Callable[[str], float], what: str, fits: Callable[[float], bool]) -> Callable[[str], Any]:
-    """argparse type: a number in some bounds, which `what` says."""
-
-    def read(text: str) -> float:
-        try:
-            found = parse(text)
-        except ValueError:
-            found = float("nan")
-        if not fits(found):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return found
-
-    return read
-
-
 natural = number(int, "an integer of at least 0", lambda x: x >= 0)
-positive_number = number(float, "a number above 0", lambda x: 0 < x < float("inf"))
 probability = number(float, "a probability from 0 to below 1", lambda x: 0 <= x < 1)

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.running import NOT_TRIED, Entry, natural, positive_number, release_memory
+from benchmarks.running import NOT_TRIED, Entry, natural, release_memory
 from benchmarks.train import results as train_results
 from benchmarks.train.results import DOCUMENT_TOKENS, LEARNING_RATES, MODELS, SMALL, TINY, Case, Result, Row
 from benchmarks.train.trainer import Folder, Training, load
 from ds_sparse.bench.command import add_device_and_json, listed
 from ds_sparse.bench.reasons import in_short
-from ds_sparse.tools.arguments import positive
+from ds_sparse.tools.arguments import positive, positive_number
 
 MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
 

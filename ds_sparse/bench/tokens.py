@@ -25,7 +25,7 @@ from ..ops import (
     torch_sparse_attention,
 )
 from ..ops.token_steps import weighted_sums
-from ..tools.arguments import positive
+from ..tools.arguments import number, positive
 from ..verify.accuracy import output_and_gradients
 from . import flex
 from .command import add_peers, add_sizes, listed, one_of
@@ -178,11 +178,14 @@ def flex_attention(problem: Problem) -> Peer:
     return Peer(flex.compiled(tiles), beside=DENSE)
 
 
+percentage = number(float, "a percentage from 0 to below 100", lambda x: 0 <= x < 100)
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, seq_len=[512, 1024, 2048], heads=[1, 12])
     parser.add_argument(
         "--sparsity",
-        type=listed(part_of_100),
+        type=listed(lambda text: percentage(text) / 100),
         default=[0.5, 0.75, 0.9, 0.95, 0.99],
         help="percent of the scores that are not computed (default: 50,75,90,95,99)",
     )
@@ -196,17 +199,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", type=positive, default=0, metavar="N", help="also name the N operators that take a step's time"
     )
-
-
-def part_of_100(text: str) -> float:
-    """argparse type: a part of 1, from 0 to below 100 %."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 0 to below 100")
-    return number / 100
 
 
 def cases(args: argparse.Namespace) -> list[Case]:

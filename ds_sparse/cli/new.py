@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import textwrap
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any
 
 from ..config import BLOCK_KEY, DEFAULT_MODE, STRUCTURE_ERRORS, example_block, parse_sparse_attention
 from ..sparsity import sparsity_modes
-from ..tools.arguments import positive
+from ..tools.arguments import positive, positive_number
 from ..tools.block_sizes import rounded_up
 from ..tools.wording import did_you_mean, one_of, printable, show
 from ._terminal import wrong
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="precision (default: bf16)")
     parser.add_argument("--micro-batch", type=positive, default=1, help="sequences a GPU at a time (default: 1)")
     parser.add_argument("--accumulate", type=positive, default=1, help="micro batches a step (default: 1)")
-    parser.add_argument("--lr", type=_rate, default=1e-4, help="learning rate of AdamW (default: 1e-4)")
+    parser.add_argument("--lr", type=positive_number, default=1e-4, help="learning rate of AdamW (default: 1e-4)")
     parser.add_argument("--zero", type=int, choices=range(4), default=1, help="stage of ZeRO (default: 1)")
     parser.add_argument(
         "--plain",
@@ -167,14 +166,3 @@ def _written(entries: tuple[Entry, ...], comments: bool, indent: str) -> Iterato
             yield f"{indent}}}{comma}"
         else:
             yield f"{indent}{json.dumps(key)}: {json.dumps(value)}{comma}"
-
-
-def _rate(text: str) -> float:
-    """argparse type: a learning rate."""
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return rate

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..layout import ROWS_AT_ONCE, LayoutRows, RowMaker
 from ..tools.extras import optional_imports
 from ..tools.torch_settings import cpu_threads
-from ..tools.wording import listed
+from ..tools.wording import in_ranges, listed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -233,13 +233,7 @@ def head_name(heads: Sequence[int], of: int, asked: int | None) -> str:
         return f"head {asked}"
     if len(heads) == of:
         return "all heads"
-    return f"head{'s' * (len(heads) > 1)} {_in_ranges(heads)}"
-
-
-def _in_ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers, three and more in a row as a range: "0, 1, 4-7"."""
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"head{'s' * (len(heads) > 1)} {in_ranges(heads)}"
 
 
 def _text(panel: Panel, cell: int, characters: Characters) -> list[str]:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from ..sparsity import ChosenSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import random_numbers_kept
 from ..tools.block_sizes import rounded_up
-from ..tools.wording import reason
+from ..tools.wording import in_ranges, reason
 from .model import Model
 
 WINDOW_BLOCK = 64
@@ -232,5 +231,4 @@ def _same_draws() -> Iterator[None]:
 
 def layers_in_words(numbers: tuple[int, ...]) -> str:
     """The numbers as keys of `layers` have them: 0-5,7."""
-    runs = ([n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]))
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return in_ranges(numbers, 2, ",")

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 
-def positive(text: str) -> int:
-    """argparse type: an integer of at least 1."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return number
+def number(parse: Callable[[str], float], what: str, fits: Callable[[float], bool]) -> Callable[[str], Any]:
+    """argparse type: a number in some bounds, which `what` says."""
+
+    def read(text: str) -> float:
+        try:
+            found = parse(text)
+        except ValueError:
+            found = float("nan")
+        if not fits(found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return found
+
+    return read
+
+
+positive = number(int, "an integer of at least 1", lambda x: x >= 1)
+positive_number = number(float, "a number above 0", lambda x: 0 < x < float("inf"))

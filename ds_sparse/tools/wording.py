@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 BLOCK_KEY = "sparse_attention"
@@ -54,6 +55,12 @@ def listed(items: Iterable[Any], word: str) -> str:
     """Items as a sentence has them: of 8, 16 and 32 and "or" 8, 16 or 32; of nothing "none"."""
     *first, last = [str(item) for item in items] or ["none"]
     return f"{', '.join(first)} {word} {last}" if first else last
+
+
+def in_ranges(numbers: Sequence[int], least: int = 3, between: str = ", ") -> str:
+    """Sorted numbers, `least` and more in a row as a range: "0, 1, 4-7"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return between.join(f"{run[0]}-{run[-1]}" if len(run) >= least else between.join(map(str, run)) for run in runs)
 
 
 def list_modes(modes: list[str]) -> str:
