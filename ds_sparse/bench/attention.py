@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..index import BlockIndex
 from ..layout import to_token_mask
@@ -91,11 +90,6 @@ def fused(problem: Problem) -> Peer:
 
 def composition(problem: Problem) -> Peer:
     return Peer(our_operations(problem.layout, problem.case.block, problem.case.head_dim)["attention"])
-
-
-def sdpa_mask(problem: Problem) -> Peer:
-    mask = to_token_mask(problem.layout, problem.case.block)[None]
-    return Peer(lambda query, key, value: scaled_dot_product_attention(query, key, value, attn_mask=mask))
 
 
 def flex_by(tile: int | None, mode: str | None) -> Build:
@@ -320,7 +314,7 @@ OPERATION = Operation(
         OURS: fused,
         "composition": composition,
         "sdpa": sdpa(),
-        "sdpa-mask": sdpa_mask,
+        "sdpa-mask": sdpa(mask=lambda problem: to_token_mask(problem.layout, problem.case.block)[None]),
         "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
         "flash": sdpa(SDPBackend.FLASH_ATTENTION),
         "flex": flex_by(flex.TILE, None),

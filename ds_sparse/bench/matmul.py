@@ -6,12 +6,11 @@ import argparse
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from .. import reference
 from ..index import BlockIndex
@@ -134,11 +133,6 @@ def bsr(name: str) -> Build:
         return Peer(problem.bsr[name], inputs, JOBS[name], no_backward=NO_BACKWARD)
 
     return build
-
-
-def masked(problem: Problem) -> Peer:
-    mask = to_token_mask(problem.layout, problem.case.block)[None]
-    return Peer(partial(scaled_dot_product_attention, attn_mask=mask), beside=ATTENTION)
 
 
 def in_parts(problem: Problem) -> Peer:
@@ -316,7 +310,7 @@ OPERATION = Operation(
         **{f"{BSR} {name}": bsr(name) for name in JOBS},
         **{job: dense(job) for job in JOBS.values() if job != ATTENTION},
         ATTENTION: sdpa(beside=ATTENTION),
-        MASK: masked,
+        MASK: sdpa(beside=ATTENTION, mask=lambda problem: to_token_mask(problem.layout, problem.case.block)[None]),
         IN_PARTS: in_parts,
         LOOP: loop,
     },

@@ -27,7 +27,7 @@ from .documents import LONGEST, corpus_lengths, cu_seqlens_of, equal_lengths, pl
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .markdown import Columns, Table, also, beside, in_ms, made_of, numbers, pair, percent, ratio, spans, takes
 from .reasons import Unsupported
-from .references import AttentionProblem, Piece, documents
+from .references import AttentionProblem, Piece, documents, sdpa
 from .registry import Peer, tokens_first
 from .run import Medians, Operation
 from .runs import Result, Row
@@ -337,11 +337,9 @@ def in_batch(problem: Problem, call: Callable[..., Tensor], dense: bool = False)
     )
 
 
-def sdpa_mask(problem: Problem) -> Peer:
-    """PyTorch's attention of the whole row, with a mask of tokens by tokens."""
+def mask_of_row(problem: Problem) -> Tensor:
     masks = [problem.case.mask(problem.layout, length, problem.device) for length in problem.lengths]
-    mask = torch.block_diag(*masks).bool()
-    return Peer(lambda query, key, value: scaled_dot_product_attention(query, key, value, attn_mask=mask))
+    return torch.block_diag(*masks).bool()
 
 
 def flex_attention(problem: Problem) -> Peer:
@@ -545,7 +543,7 @@ OPERATION = Operation(
         UNPACKED: unpacked,
         PADDED: padded,
         "sdpa-padded": sdpa_padded,
-        "sdpa-mask": sdpa_mask,
+        "sdpa-mask": sdpa(mask=mask_of_row),
         "varlen": torch_varlen,
         "flex": flex_attention,
     },

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,16 +179,17 @@ class AttentionProblem(ABC):
         return self._known[key]
 
 
-def sdpa(backend: SDPBackend | None = None, beside: str = "") -> Build:
-    """PyTorch's dense attention by one backend, which PyTorch alone would not always choose, or by its choice."""
+def sdpa(backend: SDPBackend | None = None, beside: str = "", mask: Callable[[Any], Tensor] | None = None) -> Build:
+    """PyTorch's attention: dense, by one backend, which PyTorch alone would not always choose, or by its choice; or
+    with a mask of tokens by tokens, made of a problem."""
 
     def build(problem: AttentionProblem) -> Peer:
+        options: dict[str, Any] = {"is_causal": problem.causal} if mask is None else {"attn_mask": mask(problem)}
+
         def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             with nullcontext() if backend is None else sdpa_kernel(backend):
-                return scaled_dot_product_attention(
-                    query, key, value, is_causal=problem.causal, enable_gqa=problem.group > 1
-                )
+                return scaled_dot_product_attention(query, key, value, enable_gqa=problem.group > 1, **options)
 
-        return Peer(call, beside=beside, dense=True)
+        return Peer(call, beside=beside, dense=mask is None)
 
     return build

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..index.selection import Selection
 from ..index.tiles import SIDES
@@ -251,17 +250,11 @@ def choosing(problem: Problem) -> Peer:
     return Peer(call, inputs=(), no_backward="forward only: it has no gradient")
 
 
-def sdpa_mask(problem: Problem) -> Peer:
-    """PyTorch's attention with a mask of tokens by tokens for each head."""
+def mask_of_heads(problem: Problem) -> Tensor:
     size = problem.case.heads * problem.case.seq_len**2
     if size > MEMORY:
         raise Unsupported(f"its mask takes {size / 2**30:.0f} GiB")
-    mask = problem.live(slice(None), slice(0, problem.case.seq_len)).repeat_interleave(problem.group, 0)[None]
-
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=problem.group > 1)
-
-    return Peer(call)
+    return problem.live(slice(None), slice(0, problem.case.seq_len)).repeat_interleave(problem.group, 0)[None]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -347,7 +340,7 @@ OPERATION = Operation(
         INDEX: index,
         CHOOSING: choosing,
         "sdpa": sdpa(),
-        "sdpa-mask": sdpa_mask,
+        "sdpa-mask": sdpa(mask=mask_of_heads),
         "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
         "flash": sdpa(SDPBackend.FLASH_ATTENTION),
     },

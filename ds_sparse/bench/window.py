@@ -6,13 +6,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from .. import reference
 from ..index import WindowIndex
@@ -124,9 +124,8 @@ class Problem(StepsProblem):
             yield slice(first, first + PART), keys, (token[first : first + PART, None] - token[keys]).abs() <= reach
 
 
-def band_mask(problem: Problem) -> Peer:
-    mask = reference.window_mask(problem.case.seq_len, (problem.case.window,)).to(problem.device)
-    return Peer(partial(scaled_dot_product_attention, attn_mask=mask), beside=ATTENTION)
+def band_mask(problem: Problem) -> Tensor:
+    return reference.window_mask(problem.case.seq_len, (problem.case.window,)).to(problem.device)
 
 
 def sliding_chunks(problem: Problem) -> Peer:
@@ -220,7 +219,7 @@ OPERATION = Operation(
         **ours(JOBS),
         **{job: dense(job) for job in (SCORES, SOFTMAX, VALUES)},
         ATTENTION: sdpa(beside=ATTENTION),
-        OTHERS["sdpa-mask"]: band_mask,
+        OTHERS["sdpa-mask"]: sdpa(beside=ATTENTION, mask=band_mask),
         OTHERS["chunks"]: sliding_chunks,
         OTHERS["flex"]: flex_attention,
     },

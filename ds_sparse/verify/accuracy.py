@@ -13,9 +13,16 @@ ERROR_ALLOWED = 4.0
 
 def output_and_gradients(call: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
     """The output of a call, and the gradients of its inputs."""
+    return results_and_gradients(lambda *leaves: (call(*leaves),), inputs, [grad])
+
+
+def results_and_gradients(
+    call: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> list[Tensor]:
+    """The same of a call with several results."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    output = call(*leaves)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+    results = call(*leaves)
+    return [x.detach() for x in (*results, *torch.autograd.grad(results, leaves, grads))]
 
 
 def require_as_accurate(

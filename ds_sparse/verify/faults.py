@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..dispatch import force_implementation
 from ..tools.torch_settings import cpu_threads, poisoned_memory
-from .accuracy import require_as_accurate
-from .cases import Case, Function, case_of
+from .accuracy import require_as_accurate, results_and_gradients
+from .cases import Case, case_of
 from .repeats import Busy, busy_memory, differing
 from .variants import Variant
 
@@ -60,7 +60,7 @@ def fault(variant: Variant, device: torch.device, seed: int, repeats: int, busy:
         grads = _random_grads(case, seed)
 
         def run() -> list[Tensor]:
-            return _results_and_gradients(case.call, list(case.operands.values()), grads)
+            return results_and_gradients(case.call, list(case.operands.values()), grads)
 
         # Around all threads, as both count for the whole process.
         with (
@@ -68,7 +68,8 @@ def fault(variant: Variant, device: torch.device, seed: int, repeats: int, busy:
             force_implementation(variant.implementation),
         ):
             found = run()
-            kept = [number for number, name in enumerate(_names(case, grads)) if _is_repeatable(name, variant)]
+            names = _names(case, grads)
+            kept = [i for i, name in enumerate(names) if variant.deterministic or name != "gradient of query"]
             differs = differing(
                 [found[i] for i in kept], lambda: [x for i, x in enumerate(run()) if i in kept], device, repeats, busy
             )
@@ -76,10 +77,6 @@ def fault(variant: Variant, device: torch.device, seed: int, repeats: int, busy:
     except Exception as error:  # noqa: BLE001
         return str(error) if isinstance(error, ArithmeticError) else f"{type(error).__name__}: {error}"
     return differs
-
-
-def _is_repeatable(name: str, variant: Variant) -> bool:
-    return variant.deterministic or name != "gradient of query"
 
 
 def _names(case: Case, grads: Sequence[Tensor]) -> list[str]:
@@ -95,12 +92,6 @@ def _random_grads(case: Case, seed: int) -> list[Tensor]:
     return [torch.randn(x.shape, generator=rng, device=x.device).to(x) for x in results]
 
 
-def _results_and_gradients(call: Function, operands: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in operands]
-    results = call(*leaves)
-    return [x.detach() for x in (*results, *torch.autograd.grad(results, leaves, grads))]
-
-
 def _require_its_meaning(variant: Variant, case: Case, grads: Sequence[Tensor], found: Sequence[Tensor]) -> None:
     """Raises ArithmeticError where a result or a gradient is farther from float64 than plain PyTorch's."""
 
@@ -108,7 +99,7 @@ def _require_its_meaning(variant: Variant, case: Case, grads: Sequence[Tensor], 
         operands = [x.to(dtype) for x in case.operands.values()]
         # An lse, and its gradient, are wider than 16 bits.
         wanted = [g.to(torch.promote_types(dtype, g.dtype)) if g.dtype != variant.dtype else g.to(dtype) for g in grads]
-        return _results_and_gradients(case.meaning, operands, wanted)
+        return results_and_gradients(case.meaning, operands, wanted)
 
     exact = meant(torch.float64)
     plain = exact if variant.dtype == torch.float64 else meant(variant.dtype)

@@ -141,7 +141,7 @@ def test_cases_that_differ_in_numbers_share_what_flex_attention_compiled(monkeyp
     with torch._dynamo.config.patch(recompile_limit=1):  # `flex` has a limit of its own
         for length in (128, 200, None):
             case = Case("", length, structure, 8, False, 512, 1, 16, "fp32")
-            expected = packed.sdpa_mask(problem_of(case)).call(*inputs)
+            expected = packed.OPERATION.peers["sdpa-mask"](problem_of(case)).call(*inputs)
             torch.testing.assert_close(packed.flex_attention(on_gpu(case)).call(*inputs), expected)
     assert len(compiled) == 1
 
