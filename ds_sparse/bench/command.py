@@ -128,13 +128,11 @@ def add_peers(
     add_by_device(parser, "--peers", lambda text: text.split(","), f"{', '.join(names)}{help}", defaults, in_words)
 
 
-def add_sizes(
-    parser: argparse.ArgumentParser, seq_len: Any, heads: Any, head_dim: Any = (64,), batch: Any = (1,), **in_words: str
-) -> None:
+def add_sizes(parser: argparse.ArgumentParser, seq_len: Any, heads: Any, batch: Any = (1,), **in_words: str) -> None:
     """Adds sizes that are varied, with their defaults: each option takes a list."""
     add_by_device(parser, "--seq-len", listed(positive), "tokens", seq_len)
     add_by_device(parser, "--heads", listed(positive), "of each sequence", heads)
-    add_by_device(parser, "--head-dim", listed(positive), "numbers in a head's vector", head_dim)
+    add_by_device(parser, "--head-dim", listed(positive), "numbers in a head's vector", [64])
     add_by_device(parser, "--batch", listed(positive), "sequences", batch, **in_words)
 
 

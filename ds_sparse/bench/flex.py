@@ -57,13 +57,6 @@ def of_layout(layout: Tensor, block: int, side: int) -> Any:
     return BlockMask.from_kv_blocks(*partly, *fully, BLOCK_SIZE=side, mask_mod=live)
 
 
-def blocks_of(live: Live, tokens: int, block: int, device: torch.device) -> Tensor:
-    """bool (1, R, R): the blocks of a sequence in which a score is live, found a block row at a time."""
-    token = torch.arange(tokens, device=device)
-    rows = [live(0, 0, query[:, None], token).any(0) for query in token.split(block)]
-    return torch.stack(rows).unflatten(1, (-1, block)).any(2)[None]
-
-
 def creating(live: Callable[[], Live], heads: int, tokens: int, side: int, device: torch.device) -> Callable[[], Any]:
     """Makes the `BlockMask` of a sequence by compiled code, from the function that `live` gives at each call.
 

@@ -168,7 +168,10 @@ class Problem:
         return places_of(self.cu_seqlens["device"], self.case.seq_len)
 
     def of_row(self, live: flex.Live, block: int) -> Tensor:
-        return flex.blocks_of(live, self.case.seq_len, block, self.device)
+        """bool (1, R, R): the blocks of a sequence in which a score is live, found a block row at a time."""
+        token = torch.arange(self.case.seq_len, device=self.device)
+        rows = [live(0, 0, query[:, None], token).any(0) for query in token.split(block)]
+        return torch.stack(rows).unflatten(1, (-1, block)).any(2)[None]
 
     @cached_property
     def operands(self) -> list[Tensor]:

@@ -25,7 +25,7 @@ from .layers import (
     walk_of,
 )
 from .limits import said_of
-from .memory import GIB, MOST_TOKENS, Memory, fits, longest, memory_of
+from .memory import GIB, Memory, fits, longest, memory_of
 from .model import Model
 from .rates import Rates
 from .settings import RANKS, Settings
@@ -188,9 +188,7 @@ def make_plan(
         dense_step=step_of(rates, model, settings, seq_len, dense),
         memory=memory_of(model, settings, padded),
         memory_gib=memory_gib,
-        longest=None
-        if memory_gib is None
-        else min(MOST_TOKENS, longest(model, settings, largest_block(kinds), memory_gib)),
+        longest=None if memory_gib is None else longest(model, settings, largest_block(kinds), memory_gib),
         advice=None
         if memory_gib is None
         else advise(rates, model, settings, padded, of_layers, memory_gib, model.heads if block is not None else 1),
