@@ -49,7 +49,7 @@ def walks(live: Tensor, block: int) -> list[Walk]:
     """The tiles that each implementation of attention walks of a head, bool (R, R)."""
     found, live_blocks, bits = [], int(live.count_nonzero()), bits_of(live[None])
     for tile, by in walkers(OPERATION, block).items():
-        plan = TilePlan.of(bits, live.shape[1], block, [tile])
+        plan = TilePlan(bits, live.shape[1], block, [tile])
         height = max(1, tile // block)
         parts = 2 if tile == HOPPER_TILE and height > 1 else 1
         counts, _ = plan.fetch()

@@ -24,7 +24,6 @@ from .tiles import SIDES, Tiles
 from .transforms import (
     least_of,
     outside_transforms,
-    outside_transforms_or_traced,
     refuse_without_values,
     unwrap_functorch,
 )
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 
 MAX_BLOCK = 1 << 15
 """A block has fewer than 2**31 numbers."""
+
+_OUTSIDE = "What attention walks of a bounded index, made outside, cannot be made"
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,7 +300,7 @@ class BlockIndex(OnDevice):
         or 1."""
         heights = tile_heights("block_sparse_attention", bits.device, block) or [TILE]
         # Where a tile is one line, its height makes no difference to the lists.
-        plan = TilePlan.of(bits, columns, block, [heights[0], *(height for height in heights[1:] if height > block)])
+        plan = TilePlan(bits, columns, block, [heights[0], *(height for height in heights[1:] if height > block)])
         if given is None:
             counts, _ = plan.fetch()
         else:
@@ -367,13 +368,10 @@ class BlockIndex(OnDevice):
                 "which."
             )
 
-    def _begin_to_make(self) -> None:
-        """Has the current stream wait for what parts of a bounded index are made of. A graph makes, and keeps, no parts
-        of an index from outside: they would have no values until it runs."""
-        if self._ready.is_recorded:
-            what = "What attention walks of a bounded index, made outside, cannot be made"
-            self._refuse_to_make("build the index in there, or call once before.", what)
-        self._ready.wait(self)
+    def _instead(self) -> str | None:
+        """What to do before a graph, which makes, and keeps, no parts of a bounded index from outside: they would have
+        no values until it runs."""
+        return "build the index in there, or call once before." if self.bounded and self._ready.is_recorded else None
 
     @property
     def device(self) -> torch.device:
@@ -393,12 +391,16 @@ class BlockIndex(OnDevice):
         )
         if self.bounded:
             return self.exact().lists
-        return self._once("lists", self._make_lists)
+        return self._once("lists", self._make_lists, traced=False)
 
     @property
     def strips(self) -> Strips:
         """The live blocks as softmax walks them on a GPU. Made at the first call, which synchronises once."""
-        return self._once("strips", self._make_strips)
+
+        def make() -> Strips:
+            return Strips.make(self.lists.row_offsets, self.live_blocks, self.block)
+
+        return self._once("strips", make, traced=False)
 
     @property
     def row_tiles(self) -> Tiles:
@@ -484,11 +486,8 @@ class BlockIndex(OnDevice):
         """
         if side not in SIDES:
             raise ValueError(f"side is {side!r}; it has to be 'rows' or 'columns'.")
-        if self.capacity is not None and (side, tile) not in self._made:
-            self._begin_to_make()
-            self._made.update(self._make_bounded_tiles(tile, self.capacity))
-            self._ready.record()
-        return self._once((side, tile), partial(self._make_tiles, side, tile))
+        make = partial(self._make_tiles, side, tile)
+        return self._once((side, tile), make, self._instead(), _OUTSIDE, traced=self.bounded)
 
     def causal(self) -> BlockIndex:
         """The index without the blocks above the diagonal. Built at the first call, which synchronises once; not for
@@ -499,14 +498,10 @@ class BlockIndex(OnDevice):
         """
         if self._reaches_ahead is False:
             return self
-        if self.capacity is not None and "causal" not in self._made:
-            self._begin_to_make()
-            self._made["causal"] = self._bounded(
-                causal_bits_of(self.bits), self.columns, self.block, self.num_heads, self.num_sequences, self.capacity,
-                True, self._lost,
-            )  # fmt: skip
-        what = "The blocks above the diagonal cannot be left out of an index"
-        causal = self._once("causal", self._make_causal, "pass index.causal().", what)
+        instead, what = self._instead(), _OUTSIDE
+        if not self.bounded:
+            instead, what = "pass index.causal().", "The blocks above the diagonal cannot be left out of an index"
+        causal = self._once("causal", self._make_causal, instead, what)
         if causal.num_heads == self.num_heads:
             return causal
         # Made for another number of heads, which share what is made.
@@ -517,7 +512,7 @@ class BlockIndex(OnDevice):
         """The live blocks of each block row, L * R numbers on the host; asking for them first synchronises once."""
         what = "The live blocks of rows, which the gradient of distance_bias takes, cannot be counted"
         instead = "read index.row_lengths once before, for causal calls index.causal().row_lengths."
-        return self._once("row_lengths", self._count_rows, instead, what)
+        return self._once("row_lengths", lambda: self.lists.row_offsets.diff().tolist(), instead, what)
 
     def layout(self) -> Tensor:
         """The layout, unpacked at each call.
@@ -609,7 +604,11 @@ class BlockIndex(OnDevice):
         return self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
 
     def _make_causal(self) -> BlockIndex:
-        return self._with(causal_bits_of(self.bits))
+        bits = causal_bits_of(self.bits)
+        if self.capacity is None:
+            return self._with(bits)
+        size = self.columns, self.block, self.num_heads, self.num_sequences, self.capacity
+        return self._bounded(bits, *size, is_causal=True, lost=self._lost)
 
     def _make_exact(self) -> BlockIndex:
         self._refuse_lost()
@@ -618,46 +617,30 @@ class BlockIndex(OnDevice):
         _ = self._counted
         return exact
 
-    @outside_transforms
     def _count(self) -> tuple[int, bool]:
         """The live blocks of all L heads, and whether one is above the diagonal."""
         self._refuse_lost()
-        numbers = TilePlan.of(self.bits, self.columns, self.block, [TILE], ["rows"]).counts[:NUMBERS].tolist()
+        numbers = TilePlan(self.bits, self.columns, self.block, [TILE], ["rows"]).counts[:NUMBERS].tolist()
         return numbers[4], bool(numbers[0])
 
-    @outside_transforms
-    def _count_rows(self) -> list[int]:
-        return self.lists.row_offsets.diff().tolist()
-
-    @outside_transforms
     def _make_lists(self) -> Lists:
         tiles = {key: self.tiles(*key) for key in self._walked()}
         return Lists.make(self.layout(), self.live_blocks, tiles, self.block)
 
-    @outside_transforms
-    def _make_strips(self) -> Strips:
-        return Strips.make(self.lists.row_offsets, self.live_blocks, self.block)
-
-    @outside_transforms
     def _make_tiles(self, side: str, tile: int) -> Tiles:
-        plan = TilePlan.of(self.bits, self.columns, self.block, [tile], [side])
-        counts, _ = plan.fetch()
-        return plan.fill(counts.layout_heads, counts.sizes)[side, tile]
-
-    @outside_transforms_or_traced
-    def _make_bounded_tiles(self, tile: int, capacity: int) -> dict[tuple[str, int], Tiles]:
-        plan = TilePlan.of(self.bits, self.columns, self.block, [tile], bounded=True)
-        return plan.fill(self.layout_heads, [capacity], self._lost)
+        if self.capacity is None:
+            plan = TilePlan(self.bits, self.columns, self.block, [tile], [side])
+            counts, _ = plan.fetch()
+            return plan.fill(counts.layout_heads, counts.sizes)[side, tile]
+        plan = TilePlan(self.bits, self.columns, self.block, [tile], bounded=True)
+        both = plan.fill(self.layout_heads, [self.capacity], self._lost)
+        self._made.update(both)
+        return both[side, tile]
 
 
 def _named_blocks(block_indices: Tensor) -> Tensor:
     """Blocks named for block rows as (B or 1, H or 1, R, k). Raises TypeError or ValueError for anything else."""
-    if not isinstance(block_indices, Tensor) or block_indices.dtype not in (torch.int32, torch.int64):
-        what = block_indices.dtype if isinstance(block_indices, Tensor) else type(block_indices).__name__
-        raise TypeError(
-            f"block_indices is {what}; it has to be an int32 or int64 tensor with the numbers of the key blocks that "
-            "each block row sees."
-        )
+    check_integers("block_indices", block_indices, "the numbers of the key blocks that each block row sees")
     if not 2 <= block_indices.dim() <= 4 or 0 in block_indices.shape:
         raise ValueError(
             f"block_indices has shape {tuple(block_indices.shape)}; it has to be (R, k), (H, R, k) or (B, H, R, k): "
@@ -680,6 +663,13 @@ def as_index(layout: Tensor | BlockIndex, block: int) -> BlockIndex:
     if index.block != block:
         raise ValueError(f"block is {block}, and the index was built for blocks of {index.block}; pass that one.")
     return index
+
+
+def check_integers(name: str, x: Tensor, of_what: str) -> None:
+    """Raises TypeError, which says what is wanted, unless x is an int32 or int64 tensor."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} is {what}; it has to be an int32 or int64 tensor with {of_what}.")
 
 
 def check_block(block: int) -> int:

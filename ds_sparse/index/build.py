@@ -4,8 +4,9 @@ order entries follow each other, and where lists are cut."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ NUMBERS = 38
 """Numbers at the beginning of a plan's counts that are for the host: Header in csrc/index.h."""
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """What the host has to know of a plan.
 
     Attributes:
@@ -36,15 +36,8 @@ class Counts:
     reaches_ahead: bool
     sizes: list[int]
 
-    @classmethod
-    def of(cls, numbers: Sequence[int], heads: int, sets: int) -> Counts:
-        ahead, differs, _, _, live, live_of_first, *totals = numbers
-        totals = totals[:16] if differs else totals[16:]
-        sizes = [number for i in range(sets) for number in totals[4 * i : 4 * i + 3]]
-        return cls(heads if differs else 1, live if differs else live_of_first, bool(ahead), sizes)
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TilePlan:
     """Which lines of a layout share a tile, and how long the lists of tiles are; made without waiting for the device.
 
@@ -54,54 +47,49 @@ class TilePlan:
         block: tokens on a block's side.
         heights: those of the tiles in tokens, one or two, ascending; at most the first is of a single line.
         sides: 'rows', 'columns' or both in this order.
-        bounded: as `of` was told.
+        bounded: for tiles that nobody counts.
         row_block: tokens of a block row, where `block` is those of a block column alone; rows keep their order then.
         memory: int32, the plan.
         counts: int64, its numbers.
+
+    Raises:
+        RuntimeError: bits on a device without kernels.
+        ValueError: a height that is not a power of two, or has more lines than an entry has bits for.
     """
 
     bits: Tensor
     columns: int
     block: int
     heights: Sequence[int]
-    sides: Sequence[str]
-    bounded: bool
-    row_block: int | None
-    memory: Tensor
-    counts: Tensor
+    sides: Sequence[str] = SIDES
+    bounded: bool = False
+    row_block: int | None = None
 
-    @classmethod
-    def of(
-        cls,
-        bits: Tensor,
-        columns: int,
-        block: int,
-        heights: Sequence[int],
-        sides: Sequence[str] = SIDES,
-        bounded: bool = False,
-        row_block: int | None = None,
-    ) -> TilePlan:
-        """The plan of a layout's bits; bounded: for tiles that nobody counts.
+    memory: Tensor = field(init=False)
+    counts: Tensor = field(init=False)
 
-        Raises:
-            RuntimeError: bits on a device without kernels.
-            ValueError: a height that is not a power of two, or has more lines than an entry has bits for.
-        """
-        least = min(block, row_block or block)
-        for tile in heights:
+    def __post_init__(self) -> None:
+        least = min(self.block, self.row_block or self.block)
+        for tile in self.heights:
             if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > MAX_LINES * least:
                 raise ValueError(
                     f"tile is {tile!r}; it has to be a power of two and at most {MAX_LINES} blocks of {least} tokens."
                 )
-        require_kernel("index_plan", bits.device)
-        plan = ops.index_plan(bits, columns, block, heights, "rows" in sides, "columns" in sides, bounded, row_block)
-        return cls(bits, columns, block, heights, sides, bounded, row_block, *plan)
+        require_kernel("index_plan", self.bits.device)
+        self.memory, self.counts = ops.index_plan(
+            self.bits, self.columns, self.block, self.heights, "rows" in self.sides, "columns" in self.sides,
+            self.bounded, self.row_block,
+        )  # fmt: skip
 
     def fetch(self, *more: Tensor) -> tuple[Counts, list[int]]:
         """The counts, and what else the host has to know, tensors of one number, in one transfer."""
         numbers = _on_host(self.counts[:NUMBERS], *more)
-        counts = Counts.of(numbers[:NUMBERS], len(self.bits), len(self.sides) * len(self.heights))
-        return counts, numbers[NUMBERS:]
+        ahead, differs, _, _, live, live_of_first, *totals = numbers[:NUMBERS]
+        totals = totals[:16] if differs else totals[16:]
+        sets = range(len(self.sides) * len(self.heights))
+        sizes = [number for i in sets for number in totals[4 * i : 4 * i + 3]]
+        heads, live = (len(self.bits), live) if differs else (1, live_of_first)
+        return Counts(heads, live, bool(ahead), sizes), numbers[NUMBERS:]
 
     def fill(self, layout_heads: int, sizes: list[int], lost: Tensor | None = None) -> dict[tuple[str, int], Tiles]:
         """The tiles by side and height, of so many heads. sizes: those of `Counts`; of a bounded plan one, the entries

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from .transforms import as_it_is, outside_transforms
+from .transforms import as_it_is, made_outside, outside_transforms
 
 BYTES = 1 << 32
 """Memory of the tensors that a cache keeps; what was used last is kept however large it is."""
@@ -162,10 +162,10 @@ class Cache(Generic[Kept]):
                 refusal.check(device)
             nothing_tells = owners is not None and not given
             if nothing_tells or not all(can_tell(x) for x in given if isinstance(x, Tensor)):
-                return _built(build)
+                return made_outside(build)
             # Before the value is built: what is written meanwhile is seen at the next look.
             contents = [Contents(x) if isinstance(x, Tensor) else None for x in given]
-            value = _built(build)
+            value = made_outside(build)
             key = (key, *map(id, given)) if given else key
             # Without the lock: it may be called anywhere, as where a thread that makes an index is waited for.
             refs = [ref(x, lambda _: self._entries.pop(key, None)) for x in given]
@@ -207,11 +207,6 @@ class Cache(Generic[Kept]):
             except RuntimeError:
                 # An owner went while they were listed.
                 continue
-
-
-@outside_transforms
-def _built(build: Callable[[], Kept]) -> Kept:
-    return build()
 
 
 _lock = RLock()  # modules of one structure share a cache, and may run in threads of their own

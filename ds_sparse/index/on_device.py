@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cache import Refusal, is_capturing, keep_for_good
-from .transforms import outside_transforms
+from .transforms import made_outside, outside_transforms
 
 
 class ReadyEvent:
@@ -76,8 +76,8 @@ class OnDevice:
 
     @property
     def device(self) -> torch.device:
-        """Where the index is; each kind of index says it."""
-        raise NotImplementedError
+        """Where the index is; kinds that each call asks name a tensor."""
+        return next(self._tensors()).device
 
     def ready(self) -> Self:
         """The index itself, for what the current stream does next (see `ReadyEvent`)."""
@@ -103,23 +103,25 @@ class OnDevice:
         return copied(self.ready(), device)
 
     def _once(
-        self, name: Hashable, make: Callable[[], Any], instead: str | None = None, what: str | None = None
+        self,
+        name: Hashable,
+        make: Callable[[], Any],
+        instead: str | None = None,
+        what: str | None = None,
+        traced: bool = True,
     ) -> Any:
-        """A part that is made at the first call, and kept; the current stream goes behind the end of the making.
-        `instead` says what to do before where a trace or a capture makes nothing, `what` what that is."""
+        """A part that is made at the first call, outside transforms, and kept; the current stream goes behind the end
+        of the making. `instead` says what to do before where a trace or a capture makes nothing, `what` what that is.
+        traced: a trace makes the part within its graph, and else ends that."""
         if name not in self._made:
             if instead is not None:
-                self._refuse_to_make(instead, what)
+                what = what or f"What is missing of a {type(self).__name__} cannot be made"
+                Refusal(what, instead, instead).check(self.device)
             self._ready.wait(self)
-            self._made[name] = make()
+            self._made[name] = make() if traced and torch.compiler.is_compiling() else made_outside(make)
             self._ready.record()
         self._ready.wait(self)
         return self._made[name]
-
-    def _refuse_to_make(self, instead: str, what: str | None = None) -> None:
-        """Raises RuntimeError under torch.compile, and in the capture of a CUDA graph."""
-        what = what or f"What is missing of a {type(self).__name__} cannot be made"
-        Refusal(what, instead, instead).check(self.device)
 
     def _tensors(self) -> Iterator[Tensor]:
         """The tensors of its own, those that were made at first use as well."""

@@ -5,23 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .._ops import ops
 from ..dispatch import HOPPER_TILE, tile_heights
 from ..tools.memory import refuse_too_large
-from .block import BlockIndex, as_index
+from .block import BlockIndex, as_index, check_integers
 from .build import TilePlan
 from .cache import COMPARED_ON_GPU, Refusal, is_in_graph, refuse_captured, refuse_traced
 from .on_device import OnDevice
 from .tiles import SIDES, Tiles
-from .transforms import least_of, outside_transforms, outside_transforms_or_traced, unwrap_functorch
+from .transforms import least_of, outside_transforms_or_traced, unwrap_functorch
 
 DOCUMENT_LAYOUTS = ("own", "row")
 
@@ -56,12 +54,8 @@ def sent_to(x: Tensor, device: torch.device) -> Tensor:
 
 def check_form(cu_seqlens: Tensor) -> None:
     """Raises TypeError or ValueError unless it is an int32 or int64 tensor (documents + 1)."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(
-            f"cu_seqlens is {what}; it has to be an int32 or int64 tensor with the sums of the documents' lengths: "
-            "0, the first, the first two together, and so on."
-        )
+    sums = "the sums of the documents' lengths: 0, the first, the first two together, and so on"
+    check_integers("cu_seqlens", cu_seqlens, sums)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it has to be (documents + 1), with one document at least."
@@ -107,6 +101,17 @@ class Documents:
                 "cu_seqlens has to be the number of tokens."
             )
         return self
+
+    def check_covered(self, what: str, queries: int, keys: int, document_layout: str) -> None:
+        """Raises ValueError unless there are as many queries and keys as documents need, or more."""
+        of, wanted = "the longest document", max(self.lengths)
+        if document_layout == "row":
+            of, wanted = "the row", self.tokens
+        if min(queries, keys) < wanted:
+            raise ValueError(
+                f"{what} for {queries} query and {keys} key tokens, and {of} has {wanted}; it takes as many of both, "
+                "or more."
+            )
 
     @property
     def tokens(self) -> int:
@@ -397,7 +402,14 @@ class PackedIndex(OnDevice):
         """The blocks; with `causal` without those above the diagonal. Made at the first call, which synchronises once;
         not for a bounded index, whose blocks are bounded."""
         cut = self._cuts(causal)
-        return self._once(("blocks", cut), partial(self._make_blocks, cut), self._instead(causal))
+
+        def make() -> BlockIndex:
+            bits, size = self._bits(cut), (len(self.spans), self.block, self.num_heads)
+            if self.lost is None:
+                return BlockIndex._of_bits(bits, *size)
+            return BlockIndex._bounded(bits, *size, 1, self.capacity[int(cut)], cut, self.lost)
+
+        return self._once(("blocks", cut), make, self._instead(causal))
 
     def tiles(self, side: str, tile: int, causal: bool) -> Tiles:
         """The tiles of a side, without the blocks above the diagonal if `causal`; made at the first call, without
@@ -408,7 +420,13 @@ class PackedIndex(OnDevice):
             causal: as of `causal_blocks`.
         """
         cut = self._cuts(causal)
-        return self._once(("tiles", tile, cut), partial(self._make_tiles, tile, cut), self._instead(causal))[side]
+
+        def make() -> dict[str, Tiles]:
+            plan = TilePlan(self._bits(cut), len(self.spans), self.block, [tile], bounded=True)
+            made = plan.fill(len(plan.bits), [self.capacity[int(cut)]], self.lost)
+            return {side: tiles for (side, _), tiles in made.items()}
+
+        return self._once(("tiles", tile, cut), make, self._instead(causal))[side]
 
     def tile_spans(self, side: str, tile: int, causal: bool) -> Tensor:
         """The spans of the blocks that lines and entries of `tiles` are, made at the first call.
@@ -421,7 +439,12 @@ class PackedIndex(OnDevice):
             to wait for a block's number before they could look its span up.
         """
         cut = self._cuts(causal)
-        return self._once(("spans", tile, cut), partial(self._make_tile_spans, tile, cut), self._instead(causal))[side]
+
+        def make() -> dict[str, Tensor]:
+            both = {side: self.tiles(side, tile, cut) for side in SIDES}
+            return {side: ops.index_tile_spans(self.spans, x.lines, x.entries) for side, x in both.items()}
+
+        return self._once(("spans", tile, cut), make, self._instead(causal))[side]
 
     def _cuts(self, causal: bool) -> bool:
         """Tells if causality leaves blocks out."""
@@ -436,39 +459,26 @@ class PackedIndex(OnDevice):
 
     @property
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._once("places", self._make_places, self._instead(False))
-
-    @outside_transforms_or_traced
-    def _make_places(self) -> tuple[Tensor, Tensor, Tensor]:
-        return places_of(self.spans, self.block, self.tokens)
+        return self._once("places", lambda: places_of(self.spans, self.block, self.tokens), self._instead(False))
 
     def _bits(self, cut: bool) -> Tensor:
         return ops.index_bits_of_documents(self.layout_bits, self.ranges, True, cut)
-
-    @outside_transforms_or_traced
-    def _make_blocks(self, cut: bool) -> BlockIndex:
-        bits, size = self._bits(cut), (len(self.spans), self.block, self.num_heads)
-        if self.lost is None:
-            return BlockIndex._of_bits(bits, *size)
-        return BlockIndex._bounded(bits, *size, 1, self.capacity[int(cut)], cut, self.lost)
-
-    @outside_transforms_or_traced
-    def _make_tiles(self, tile: int, cut: bool) -> dict[str, Tiles]:
-        plan = TilePlan.of(self._bits(cut), len(self.spans), self.block, [tile], bounded=True)
-        made = plan.fill(len(plan.bits), [self.capacity[int(cut)]], self.lost)
-        return {side: tiles for (side, _), tiles in made.items()}
-
-    @outside_transforms_or_traced
-    def _make_tile_spans(self, tile: int, cut: bool) -> dict[str, Tensor]:
-        both = {side: self.tiles(side, tile, cut) for side in SIDES}
-        return {side: ops.index_tile_spans(self.spans, x.lines, x.entries) for side, x in both.items()}
 
 
 def live_squares(index: BlockIndex) -> tuple[list[int], ...]:
     """By n, the live blocks of the top-left n x n, of all stored heads together; those of them that are not above the
     diagonal; and of both the most for each block of n, of as many or fewer, rounded up. Counted at the first call,
     which waits for the device, and kept with the index."""
-    return index._once("squares", partial(_count_squares, index))
+
+    def count() -> tuple[list[int], ...]:
+        live = index.layout()
+        in_rows, in_columns = live.tril().sum((0, 2)), live.triu(1).sum((0, 1))
+        squares = torch.stack([in_rows + in_columns, in_rows]).cumsum(1)
+        a_block = -(-squares // torch.arange(1, len(in_rows) + 1, device=squares.device))
+        numbers = torch.cat([squares, a_block.cummax(1).values])
+        return tuple([0, *of_n] for of_n in numbers.tolist())
+
+    return index._once("squares", count, traced=False)
 
 
 def most_live(index: BlockIndex, blocks: int, longest: int | None = None) -> tuple[int, int]:
@@ -491,47 +501,6 @@ def most_live(index: BlockIndex, blocks: int, longest: int | None = None) -> tup
     return blocks * squares[2][longest], blocks * squares[3][longest]
 
 
-@outside_transforms
-def _count_squares(index: BlockIndex) -> tuple[list[int], ...]:
-    live = index.layout()
-    in_rows, in_columns = live.tril().sum((0, 2)), live.triu(1).sum((0, 1))
-    squares = torch.stack([in_rows + in_columns, in_rows]).cumsum(1)
-    a_block = -(-squares // torch.arange(1, len(in_rows) + 1, device=squares.device))
-    numbers = torch.cat([squares, a_block.cummax(1).values])
-    return tuple([0, *of_n] for of_n in numbers.tolist())
-
-
-def pairs_of_documents(
-    rows: Tensor, columns: Tensor, lists: int, size: tuple[int, int], documents: Documents, document_layout: str
-) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Pairs of all documents, of those of one document ("own") or of the row ("row"): row_offsets, columns and ends, as
-    of a `TokenIndex`. `rows`, int64 (N), and `columns`, int32 (N), are p * queries + i and j of each pair of `lists`
-    lists, ascending; `size` is queries and keys. Waits for the device once, however many documents there are. Raises
-    ValueError for pairs of fewer tokens than the longest document, or the row, has, and for too many pairs."""
-    _check_size("The pairs are", size, documents, document_layout)
-    queries, keys = size
-    first, end = documents.of_tokens(columns.device).unbind(1)
-    tokens = torch.arange(documents.tokens, device=columns.device)
-    if document_layout == "own":
-        line, lowest, bound, added = tokens - first, torch.zeros_like(first), end - first, first
-    else:
-        line, lowest, bound, added = tokens, first, end, torch.zeros_like(first)
-    # Keys ascend within a row: those of a document stand beside each other.
-    places = rows * keys + columns
-    begins = (torch.arange(lists, device=columns.device)[:, None] * queries + line) * keys
-    start, stop = (torch.searchsorted(places, begins + x).flatten() for x in (lowest, bound))
-    counts = stop - start
-    offsets = pad(counts.cumsum(0), (1, 0))
-    ends = tuple(offsets[documents.tokens :: documents.tokens].tolist())
-    if ends[-1] >= 2**31:
-        raise ValueError(f"The documents have {ends[-1]} pairs together; the index holds fewer than 2**31.")
-    to_source, to_column = (
-        x.repeat_interleave(counts, output_size=ends[-1]) for x in (start - offsets[:-1], added.repeat(lists))
-    )
-    source = to_source + torch.arange(ends[-1], device=columns.device)
-    return offsets.int(), (columns[source] + to_column).int(), ends
-
-
 def mask_of_documents(mask: Tensor, cu_seqlens: Tensor, document_layout: str, tokens: int) -> Tensor:
     """Mask of a row, (..., T, T), in which no document sees another. `mask` is that of one document ("own") or of the
     row ("row"), bool, or added, which has a gradient; (..., L, L) with as many tokens as these have, or more; a size of
@@ -542,8 +511,8 @@ def mask_of_documents(mask: Tensor, cu_seqlens: Tensor, document_layout: str, to
     Refusal("The mask of packed documents cannot be made", instead, instead).check(mask.device)
     documents = Documents.read(cu_seqlens).check_fills(tokens)
     mask = mask.reshape((1,) * (2 - mask.dim()) + mask.shape)
-    sizes = [x if x > 1 else documents.tokens for x in mask.shape[-2:]]
-    _check_size("The mask is", (sizes[0], sizes[1]), documents, document_layout)
+    queries, keys = (x if x > 1 else documents.tokens for x in mask.shape[-2:])
+    documents.check_covered("The mask is", queries, keys, document_layout)
     first, _ = documents.of_tokens(mask.device).unbind(1)
     place = torch.arange(documents.tokens, device=mask.device)
     place = place - first if document_layout == "own" else place
@@ -552,15 +521,3 @@ def mask_of_documents(mask: Tensor, cu_seqlens: Tensor, document_layout: str, to
             mask = mask.index_select(dim, place)
     apart = first[:, None] != first
     return mask.masked_fill(apart, False if mask.dtype == torch.bool else float("-inf"))
-
-
-def _check_size(what: str, size: tuple[int, int], documents: Documents, document_layout: str) -> None:
-    """Raises ValueError unless there are as many queries and keys as documents need, or more."""
-    of, wanted = "the longest document", max(documents.lengths)
-    if document_layout == "row":
-        of, wanted = "the row", documents.tokens
-    if min(size) < wanted:
-        raise ValueError(
-            f"{what} for {size[0]} query and {size[1]} key tokens, and {of} has {wanted}; it takes as many of both, "
-            "or more."
-        )

@@ -49,10 +49,6 @@ class RowTable(OnDevice):
     places: Tensor
     lengths: list[int]
 
-    @property
-    def device(self) -> torch.device:
-        return self.starts.device
-
     def of(self, row: Tensor) -> Tensor:
         """`starts` of such rows, (..., L, N); on the CPU with N of the longest of these, on a GPU nobody knows it."""
         starts = self.starts
@@ -83,20 +79,12 @@ class KeysSeen(OnDevice):
     position: Tensor
     all_read: bool
 
-    @property
-    def device(self) -> torch.device:
-        return self.token.device
-
 
 @dataclass(frozen=True, eq=False)
 class _Made(OnDevice):
     """What has been made of the layout's bits."""
 
     tensor: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
 
 
 class Parts:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .block import check_integers
 from .build import TilePlan, bits_of_blocks
 from .packed import Borders, places_of
 from .tiles import Tiles
@@ -72,7 +73,7 @@ class Selection:
         if self.device.type != "cuda":
             return self
         bits = _bits_of_rows(self.bits, ROW_BLOCK // rows_of_token)
-        plan = TilePlan.of(bits, self.columns, self.block, [tile], sides, bounded=True, row_block=ROW_BLOCK)
+        plan = TilePlan(bits, self.columns, self.block, [tile], sides, bounded=True, row_block=ROW_BLOCK)
         made = plan.fill(self.layout_heads, [self.layout_heads * self.bits.shape[1] * self.most])
         return replace(self, row_tiles=made["rows", tile], column_tiles=made.get(("columns", tile)))
 
@@ -143,12 +144,7 @@ def check_chosen(
         TypeError: no tensor of whole numbers.
         ValueError: another shape, or device; other numbers for each sample of torch.vmap.
     """
-    if not isinstance(block_indices, Tensor) or block_indices.dtype not in (torch.int32, torch.int64):
-        what = block_indices.dtype if isinstance(block_indices, Tensor) else type(block_indices).__name__
-        raise TypeError(
-            f"{name} is {what}; it has to be an int32 or int64 tensor with the numbers of what each query token "
-            "sees, -1 for none."
-        )
+    check_integers(name, block_indices, "the numbers of what each query token sees, -1 for none")
     if not _fits(block_indices, query, key_heads, tokens_first):
         sequences, heads, tokens, _ = query.shape
         of_batch, of_heads = (" or ".join(map(str, dict.fromkeys(x))) for x in ((sequences, 1), (key_heads, heads, 1)))

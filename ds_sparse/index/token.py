@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..dispatch import tile_heights
 from ..layout import to_token_mask
 from .block import BlockIndex, check_block
 from .on_device import OnDevice
-from .packed import Documents, check_document_layout, pairs_of_documents
+from .packed import Documents, check_document_layout
 from .token_forms import (
     Nested,
     TokenPairs,
@@ -212,7 +213,17 @@ class TokenIndex(OnDevice):
     def by_key(self) -> tuple[Tensor, Tensor, Tensor]:
         """The pairs by keys: offsets `(P*S + 1)`, the query of each (N), ascending within a key, and its number in row
         order (N). Made at the first call."""
-        return self._once("by_key", self._make_by_key, _PREPARED)
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            rows, columns = self.make_places()
+            # Rows ascend already, and so they do within a key after a stable sort; PyTorch sorts small integers
+            # fastest.
+            small = columns.int() if self.num_lists * self.keys < 2**31 else columns
+            ascending, slots = torch.sort(small, stable=True)
+            offsets = _offsets_of(ascending, self.num_lists * self.keys)
+            return offsets, (rows % max(1, self.queries))[slots].int(), slots.int()
+
+        return self._once("by_key", make, _PREPARED)
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -223,7 +234,15 @@ class TokenIndex(OnDevice):
     def listed(self) -> Tensor:
         """int64 (N), the number of each pair here, in the order in which the caller listed them, where that is another.
         Made at the first call."""
-        return self._once("listed", self._make_listed, _PREPARED)
+
+        def make() -> Tensor:
+            assert self.order is not None
+            listed = torch.empty_like(self.order)
+            place = self.order + of_lists(self._starts, self._counts, self.device)
+            listed[place] = torch.arange(self.num_pairs, device=self.device)
+            return listed
+
+        return self._once("listed", make, _PREPARED)
 
     @outside_transforms
     def packed(self, cu_seqlens: Tensor, document_layout: str = "own") -> TokenIndex:
@@ -268,12 +287,29 @@ class TokenIndex(OnDevice):
             )
         documents = Documents.read(cu_seqlens)
         rows, _ = self.ready().make_places()
-        size = self.queries, self.keys
-        row_offsets, columns, ends = pairs_of_documents(
-            rows, self.columns, self.heads, size, documents, document_layout
+        documents.check_covered("The pairs are", self.queries, self.keys, document_layout)
+        first, end = documents.of_tokens(self.device).unbind(1)
+        tokens, none = torch.arange(documents.tokens, device=self.device), torch.zeros_like(first)
+        # Of each token, the query and the keys that it has here, and what is added to these keys.
+        if document_layout == "own":
+            query, lowest, bound, added = tokens - first, none, end - first, first
+        else:
+            query, lowest, bound, added = tokens, first, end, none
+        # Keys ascend within a row: those of a document stand beside each other.
+        places = rows * self.keys + self.columns
+        begins = (torch.arange(self.heads, device=self.device)[:, None] * self.queries + query) * self.keys
+        start, stop = (torch.searchsorted(places, begins + x).flatten() for x in (lowest, bound))
+        counts = stop - start
+        offsets = pad(counts.cumsum(0), (1, 0))
+        ends = tuple(offsets[documents.tokens :: documents.tokens].tolist())
+        if ends[-1] >= 2**31:
+            raise ValueError(f"The documents have {ends[-1]} pairs together; the index holds fewer than 2**31.")
+        to_source, to_column = (
+            x.repeat_interleave(counts, output_size=ends[-1]) for x in (start - offsets[:-1], added.repeat(self.heads))
         )
-        tokens, number = documents.tokens, len(documents.lengths)
-        return TokenIndex(tokens, tokens, 1, self.heads, row_offsets, columns, ends, None, number)
+        columns = self.columns[to_source + torch.arange(ends[-1], device=self.device)] + to_column
+        sizes = documents.tokens, documents.tokens, 1, self.heads
+        return TokenIndex(*sizes, offsets.int(), columns.int(), ends, None, len(documents.lengths))
 
     def prepared(self) -> TokenIndex:
         """All is made that operations and their gradients need: what is compiled later cannot make it.
@@ -296,7 +332,16 @@ class TokenIndex(OnDevice):
     @property
     def repeated(self) -> tuple[int, int] | None:
         """The first pair that is listed twice, if there is one. Looked for at the first call."""
-        return self._once("repeated", self._find_repeated, _PREPARED)
+
+        def find() -> tuple[int, int] | None:
+            rows, columns = self.places
+            same = ((rows.diff() == 0) & (columns.diff() == 0)).nonzero()
+            if not len(same):
+                return None
+            at = int(same[0])
+            return int(rows[at]) % self.queries, int(self.columns[at])
+
+        return self._once("repeated", find, _PREPARED)
 
     def refuse_repeated(self, form: str) -> None:
         """Raises ValueError, which names the first pair that is listed twice, if there is one."""
@@ -462,32 +507,6 @@ class TokenIndex(OnDevice):
         lines = torch.arange(self.num_lists * self.queries, device=self.device)
         rows = lines.repeat_interleave(self.row_offsets.long().diff(), output_size=self.num_pairs)
         return rows, rows // max(1, self.queries) * self.keys + self.columns
-
-    @outside_transforms
-    def _make_listed(self) -> Tensor:
-        assert self.order is not None
-        listed = torch.empty_like(self.order)
-        place = self.order + of_lists(self._starts, self._counts, self.device)
-        listed[place] = torch.arange(self.num_pairs, device=self.device)
-        return listed
-
-    @outside_transforms
-    def _make_by_key(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows, columns = self.make_places()
-        # Rows ascend already, and so they do within a key after a stable sort; PyTorch sorts small integers fastest.
-        small = columns.int() if self.num_lists * self.keys < 2**31 else columns
-        ascending, slots = torch.sort(small, stable=True)
-        offsets = _offsets_of(ascending, self.num_lists * self.keys)
-        return offsets, (rows % max(1, self.queries))[slots].int(), slots.int()
-
-    @outside_transforms
-    def _find_repeated(self) -> tuple[int, int] | None:
-        rows, columns = self.places
-        same = ((rows.diff() == 0) & (columns.diff() == 0)).nonzero()
-        if not len(same):
-            return None
-        at = int(same[0])
-        return int(rows[at]) % self.queries, int(self.columns[at])
 
 
 def _offsets_of(lines: Tensor, size: int) -> Tensor:

@@ -74,6 +74,12 @@ def outside_of_graphs(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     return make
 
 
+@outside_transforms
+def made_outside(make: Callable[[], _Made]) -> _Made:
+    """What `make` makes, as of a function that `outside_transforms` decorates."""
+    return make()
+
+
 def while_traced(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Decorates a function that runs once while torch.compile traces, and is no part of the graph, as
     `torch.compiler.assume_constant_result` does, which would import all of torch.compile."""

@@ -77,7 +77,7 @@ class Walk:
         # Blocks of a tile's height and more are lines of their own; of the smallest, a tile has as many as it may.
         heights = [height for height in (TILE, HOPPER_TILE) if block < HOPPER_TILE and height <= MAX_LINES * block]
         heights = heights or [HOPPER_TILE]
-        counts, _ = TilePlan.of(bits_of(layout), layout.shape[2], block, heights).fetch()
+        counts, _ = TilePlan(bits_of(layout), layout.shape[2], block, heights).fetch()
         of_sets = [entries / counts.layout_heads for entries in counts.sizes[::3]]
         found = {}
         for way, entries in ((FORWARD, of_sets[: len(heights)]), (BACKWARD, of_sets[len(heights) :])):
