@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..dispatch import TILE, tile_heights
 from ..layout import check_values, unpack_bits, with_heads_of_sequences
-from .build import NUMBERS, TilePlan, bits_of, bits_of_blocks, causal_bits_of
+from .build import NUMBERS, TilePlan, bits_of, bits_of_blocks
 from .cache import is_in_graph
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
@@ -604,7 +605,7 @@ class BlockIndex(OnDevice):
         return self._of_bits(bits, self.columns, self.block, self.num_heads, self.num_sequences)
 
     def _make_causal(self) -> BlockIndex:
-        bits = causal_bits_of(self.bits)
+        bits = ops.index_causal_bits(self.bits)
         if self.capacity is None:
             return self._with(bits)
         size = self.columns, self.block, self.num_heads, self.num_sequences, self.capacity

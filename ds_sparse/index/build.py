@@ -117,12 +117,6 @@ def bits_of_blocks(block_indices: Tensor, columns: int) -> Tensor:
     return ops.index_bits_of_blocks(block_indices.contiguous(), columns)
 
 
-@outside_transforms_or_traced
-def causal_bits_of(bits: Tensor) -> Tensor:
-    """The bits of the blocks that are not above the diagonal."""
-    return ops.index_causal_bits(bits)
-
-
 def _on_host(*tensors: Tensor) -> list[int]:
     """The numbers of all tensors, one after the other, in one transfer."""
     return torch.cat([x.flatten() for x in tensors]).tolist()

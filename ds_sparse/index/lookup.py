@@ -18,7 +18,7 @@ from .transforms import in_a_thread, unwrap_functorch
 from .window import WindowIndex, index_of_row
 from .window_sizes import WindowNumbers
 
-_of_layouts, _copies, _of_documents, _of_rows, _of_pairs, _of_lists = (Cache[Any](most=1024) for _ in range(6))
+_of_layouts, _copies, _of_documents, _of_pairs, _of_lists = (Cache[Any](most=1024) for _ in range(5))
 """Indices of tensors and other indices, kept as long as these live: so many of each kind."""
 
 _of_windows: Cache[WindowIndex] = Cache(most=64)
@@ -68,46 +68,34 @@ def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
     return _copies.get(device, lambda: index.to(device), owners=[index])
 
 
-def packed_index_of(
-    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, device: torch.device
-) -> PackedIndex:
-    """Index of a layout and of the documents of a batch, built at first use and after a change of either."""
+def index_of_documents(
+    layout: Tensor | BlockIndex, cu_seqlens: Tensor, document_layout: str, block: int | None, tokens: int, causal: bool,
+    device: torch.device,
+) -> Any:  # fmt: skip
+    """Index of a layout and of the documents of a batch, built at first use and after a change of either: a
+    `PackedIndex`, or of a row's layout the `WindowIndex` for calls that are `causal` or not."""
     anew = is_built_anew(cu_seqlens)
-    bounds = tokens if anew or (isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_cpu) else None
 
-    def build() -> PackedIndex:
-        return PackedIndex.build(_indexed(layout, block, device), cu_seqlens, block, tokens=bounds, device=device)
+    def build() -> PackedIndex | WindowIndex:
+        indexed = _indexed(layout, block, device)
+        if document_layout == "row":
+            return index_of_row(indexed, cu_seqlens, block, tokens, causal, device)
+        bounds = tokens if anew or (isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_cpu) else None
+        return PackedIndex.build(indexed, cu_seqlens, block, tokens=bounds, device=device)
 
     if anew:
         return build()
-    return _of_documents.get((block, tokens, device), build, _PACKED, device, (layout, cu_seqlens))
+    key = document_layout, block, tokens, causal and document_layout == "row", device
+    return _of_documents.get(key, build, _PACKED, device, (layout, cu_seqlens))
 
 
 def kept_of_documents(
-    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, device: torch.device
-) -> PackedIndex | None:
-    """What `packed_index_of` has kept."""
-    return _of_documents.find((block, tokens, device), (layout, cu_seqlens))
-
-
-def row_index_of(
-    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, causal: bool, device: torch.device
-) -> WindowIndex:
-    """Index of a row's layout that ends at the borders of documents, built at first use and after a change."""
-
-    def build() -> WindowIndex:
-        return index_of_row(_indexed(layout, block, device), cu_seqlens, block, tokens, causal, device)
-
-    if is_built_anew(cu_seqlens):
-        return build()
-    return _of_rows.get((block, tokens, causal, device), build, _PACKED, device, (layout, cu_seqlens))
-
-
-def kept_of_row(
-    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, causal: bool, device: torch.device
-) -> WindowIndex | None:
-    """What `row_index_of` has kept."""
-    return _of_rows.find((block, tokens, causal, device), (layout, cu_seqlens))
+    layout: Tensor | BlockIndex, cu_seqlens: Tensor, document_layout: str, block: int | None, tokens: int, causal: bool,
+    device: torch.device,
+) -> Any:  # fmt: skip
+    """What `index_of_documents` has kept."""
+    key = document_layout, block, tokens, causal and document_layout == "row", device
+    return _of_documents.find(key, (layout, cu_seqlens))
 
 
 def packed_pairs_of(index: TokenIndex, cu_seqlens: Tensor, document_layout: str) -> TokenIndex:
@@ -132,7 +120,7 @@ def index_of_window(
         return _of_windows.get(key, lambda: in_a_thread(build), _WINDOW, device)
     if numbers.in_order and is_built_anew(cu_seqlens):
         return build()
-    return _of_rows.get(key, build, _WINDOW, device, (cu_seqlens,))
+    return _of_documents.get(key, build, _WINDOW, device, (cu_seqlens,))
 
 
 def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: int, keys: int) -> TokenIndex:

@@ -56,10 +56,6 @@ class RowTable(OnDevice):
             starts = starts[..., : max(self.lengths[i] for i in row.flatten().tolist())]
         return starts.index_select(0, row.flatten()).unflatten(0, row.shape)
 
-    def tokens(self, starts: Tensor) -> Tensor:
-        """The tokens of blocks (..., N): (..., N * b)."""
-        return (starts.unsqueeze(-1) + self.places).flatten(-2)
-
 
 @dataclass(frozen=True, eq=False)
 class KeysSeen(OnDevice):
@@ -167,7 +163,7 @@ class Parts:
                 live = self.layout[0, first]
                 # Where it sees nothing all of the row stays listed, unseen: a softmax is of one number at least.
                 listed = int(live[:column].sum()) * self.block + (place + 1 if live[column] else 0) or None
-        token = table.tokens(starts.transpose(1, 2))  # (P, L, K, M)
+        token = (starts.transpose(1, 2).unsqueeze(-1) + table.places).flatten(-2)  # (P, L, K, M)
         last = position.clamp(max=keys - 1) if causal else torch.full_like(position, keys - 1)
         seen = token.unsqueeze(2) <= last[:, None, :, None, None]
         if rows > 1:

@@ -132,15 +132,12 @@ def lists_of(name: str, x: Tensor | Sequence, dims: int) -> Nested:
     while isinstance(leaf, (list, tuple)) and leaf:
         depth, leaf = depth + 1, leaf[0]
     if isinstance(leaf, int) and depth == dims:
-        return lists_of(name, _as_tensor(name, x), dims)
+        try:
+            made = torch.tensor(x)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{name} are no lists of integers of equal lengths: {error}.") from error
+        return lists_of(name, made, dims)
     return [lists_of(f"{name}[{i}]", part, dims) for i, part in enumerate(x)]
-
-
-def _as_tensor(name: str, x: list | tuple) -> Tensor:
-    try:
-        return torch.tensor(x)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} are no lists of integers of equal lengths: {error}.") from error
 
 
 def length(name: str, tokens: int) -> int:

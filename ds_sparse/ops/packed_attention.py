@@ -16,7 +16,7 @@ from torch import Tensor
 from .._ops import ops
 from ..dispatch import choose, readable
 from ..index import BlockIndex, PackedIndex, WindowIndex
-from ..index.lookup import is_built_anew, kept_of_documents, kept_of_row, packed_index_of, row_index_of
+from ..index.lookup import index_of_documents, is_built_anew, kept_of_documents
 from ..index.tiles import SIDES
 from .attention_function import attend, attention_function, remembered_walk
 from .call import AttentionCall
@@ -100,10 +100,7 @@ def documents_again(
         if is_built_anew(cu_seqlens):
             return None
         tokens = query.shape[0 if query.dim() == 3 else 2]
-        if document_layout == "own":
-            index = kept_of_documents(index, cu_seqlens, block, tokens, query.device)
-        else:
-            index = kept_of_row(index, cu_seqlens, block, tokens, call.causal, query.device)
+        index = kept_of_documents(index, cu_seqlens, document_layout, block, tokens, call.causal, query.device)
     walk = None if index is None else known.walks.get(index)
     if walk is None:
         return None
@@ -131,21 +128,24 @@ def goes_by_places(name: str) -> str:
 
 def _own_index(layout: Tensor | BlockIndex | PackedIndex, row: Packed, block: int | None, query: Tensor) -> PackedIndex:
     """The index that is given, or that of the layout and the documents, after a check that it fits the query."""
+    index: PackedIndex
     if not isinstance(layout, PackedIndex):
         assert row.cu_seqlens is not None, "or the row would not be packed"
-        layout = packed_index_of(layout, row.cu_seqlens, block, query.shape[2], query.device)
+        index = index_of_documents(layout, row.cu_seqlens, "own", block, query.shape[2], False, query.device)
     elif row.is_nested:
         raise ValueError(known_twice("A PackedIndex"))
     elif row.cu_seqlens is not None:
         raise ValueError("A PackedIndex is given, and cu_seqlens besides; it was built with them, so leave them out.")
     elif block not in (None, layout.block):
         raise ValueError(f"A PackedIndex of blocks of {layout.block} is given, and block={block}; leave block out.")
-    check_tokens(layout.tokens, query)
-    if layout.device != query.device:
+    else:
+        index = layout
+    check_tokens(index.tokens, query)
+    if index.device != query.device:
         raise ValueError(
-            f"The PackedIndex is on {layout.device} and query on {query.device}; pass index.to({str(query.device)!r})."
+            f"The PackedIndex is on {index.device} and query on {query.device}; pass index.to({str(query.device)!r})."
         )
-    return layout.ready()
+    return index.ready()
 
 
 def _row_index(
@@ -159,7 +159,7 @@ def _row_index(
     if isinstance(layout, PackedIndex):
         raise ValueError("A PackedIndex is for document_layout='own'; give the row's layout and cu_seqlens.")
     assert cu_seqlens is not None, "or the row would not be packed"
-    return row_index_of(layout, cu_seqlens, block, query.shape[2], causal, query.device)
+    return index_of_documents(layout, cu_seqlens, "row", block, query.shape[2], causal, query.device)
 
 
 LEAST_SCALE = 1e-6
