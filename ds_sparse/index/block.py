@@ -22,12 +22,7 @@ from .on_device import OnDevice, copied
 from .packing import MAX_BLOCKS
 from .strips import Strips
 from .tiles import SIDES, Tiles
-from .transforms import (
-    least_of,
-    outside_transforms,
-    refuse_without_values,
-    unwrap_functorch,
-)
+from .transforms import least_of, outside_transforms, refuse_without_values, unwrap_functorch
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -11,9 +11,6 @@ from torch.nn.functional import pad
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-PARTIAL = ("error", "live")
-"""Fates of a block of which a mask keeps a part: an error, or all of it is live."""
-
 
 def layout_of_mask(mask: Tensor, block: int, partial: str) -> Tensor:
     """Blocks, bool (H or 1, R, C), of a bool mask (T, S) or (H, T, S). Raises as `BlockIndex.from_mask`."""
@@ -74,7 +71,8 @@ def check_bool(mask: Tensor) -> None:
 
 
 def _check_partial(partial: str) -> None:
-    if partial not in PARTIAL:
+    """Raises ValueError for an unknown fate of blocks of which a mask keeps a part: an error, or all is live."""
+    if partial not in ("error", "live"):
         raise ValueError(f"partial is {partial!r}; it has to be 'error' or 'live'.")
 
 

@@ -21,8 +21,6 @@ from .on_device import OnDevice
 from .tiles import SIDES, Tiles
 from .transforms import least_of, outside_transforms_or_traced, unwrap_functorch
 
-DOCUMENT_LAYOUTS = ("own", "row")
-
 _UNREAD = (
     "cu_seqlens is on a GPU, and cannot be read while a CUDA graph is captured; give it on the CPU, or, to "
     "PackedIndex.build, tokens."
@@ -31,7 +29,7 @@ _UNREAD = (
 
 def check_document_layout(document_layout: str) -> None:
     """Raises ValueError unless it is one of the two meanings that a layout, or token pairs, have for documents."""
-    if document_layout not in DOCUMENT_LAYOUTS:
+    if document_layout not in ("own", "row"):
         raise ValueError(
             f"document_layout is {document_layout!r}; it has to be 'own', where each document has the layout from its "
             "own start, or 'row', where the row's layout ends at the borders of documents."

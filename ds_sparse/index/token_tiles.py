@@ -10,7 +10,6 @@ import torch
 from ..dispatch import HOPPER_TILE
 from .packing import block_of, place_of
 from .tiles import SIDES, Tiles
-from .transforms import outside_transforms
 
 if TYPE_CHECKING:
     from .token import TokenIndex
@@ -45,7 +44,6 @@ class TokenTiles:
     column_pairs: torch.Tensor
 
     @classmethod
-    @outside_transforms
     def of(cls, index: TokenIndex) -> TokenTiles | None:
         """The tiles of a list's pairs, on any device. None where they would not pay, or cannot say what is listed: a
         list for each sequence, a pair twice. Waits for the device."""
