@@ -69,33 +69,31 @@ def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
 
 
 def index_of_documents(
-    layout: Tensor | BlockIndex, cu_seqlens: Tensor, document_layout: str, block: int | None, tokens: int, causal: bool,
+    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, causal: bool | None,
     device: torch.device,
 ) -> Any:  # fmt: skip
     """Index of a layout and of the documents of a batch, built at first use and after a change of either: a
-    `PackedIndex`, or of a row's layout the `WindowIndex` for calls that are `causal` or not."""
+    `PackedIndex`, or, with `causal` of the call, the `WindowIndex` of a row's layout."""
     anew = is_built_anew(cu_seqlens)
 
     def build() -> PackedIndex | WindowIndex:
         indexed = _indexed(layout, block, device)
-        if document_layout == "row":
+        if causal is not None:
             return index_of_row(indexed, cu_seqlens, block, tokens, causal, device)
         bounds = tokens if anew or (isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_cpu) else None
         return PackedIndex.build(indexed, cu_seqlens, block, tokens=bounds, device=device)
 
     if anew:
         return build()
-    key = document_layout, block, tokens, causal and document_layout == "row", device
-    return _of_documents.get(key, build, _PACKED, device, (layout, cu_seqlens))
+    return _of_documents.get((block, tokens, causal, device), build, _PACKED, device, (layout, cu_seqlens))
 
 
 def kept_of_documents(
-    layout: Tensor | BlockIndex, cu_seqlens: Tensor, document_layout: str, block: int | None, tokens: int, causal: bool,
+    layout: Tensor | BlockIndex, cu_seqlens: Tensor, block: int | None, tokens: int, causal: bool | None,
     device: torch.device,
 ) -> Any:  # fmt: skip
     """What `index_of_documents` has kept."""
-    key = document_layout, block, tokens, causal and document_layout == "row", device
-    return _of_documents.find(key, (layout, cu_seqlens))
+    return _of_documents.find((block, tokens, causal, device), (layout, cu_seqlens))
 
 
 def packed_pairs_of(index: TokenIndex, cu_seqlens: Tensor, document_layout: str) -> TokenIndex:

@@ -33,7 +33,7 @@ from .token_forms import (
     tensors_in,
 )
 from .token_tiles import BLOCK, TokenTiles
-from .transforms import outside_transforms
+from .transforms import made_outside, outside_transforms
 
 _PREPARED = "pass index.prepared(), on the device of the operands."
 
@@ -413,7 +413,7 @@ class TokenIndex(OnDevice):
         if self.batch > 1:
             raise ValueError(f"The lists are those of {self.batch} sequences; a BlockIndex is shared by all sequences.")
         block = check_block(block)
-        rows, columns = self.make_places()
+        rows, columns = made_outside(self.make_places)
         height, width = -(-self.queries // block), -(-self.keys // block)
         layout = torch.zeros(self.heads, height, width, dtype=torch.bool, device=self.device)
         head = rows // max(1, self.queries)
@@ -501,7 +501,6 @@ class TokenIndex(OnDevice):
         """Copied there once."""
         return self._once(device, partial(super()._copied, device), _PREPARED)
 
-    @outside_transforms
     def make_places(self) -> tuple[Tensor, Tensor]:
         """`places`, not kept: they are four times as large as the list."""
         lines = torch.arange(self.num_lists * self.queries, device=self.device)

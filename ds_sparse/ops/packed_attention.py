@@ -100,7 +100,8 @@ def documents_again(
         if is_built_anew(cu_seqlens):
             return None
         tokens = query.shape[0 if query.dim() == 3 else 2]
-        index = kept_of_documents(index, cu_seqlens, document_layout, block, tokens, call.causal, query.device)
+        causal = call.causal if document_layout == "row" else None
+        index = kept_of_documents(index, cu_seqlens, block, tokens, causal, query.device)
     walk = None if index is None else known.walks.get(index)
     if walk is None:
         return None
@@ -131,7 +132,7 @@ def _own_index(layout: Tensor | BlockIndex | PackedIndex, row: Packed, block: in
     index: PackedIndex
     if not isinstance(layout, PackedIndex):
         assert row.cu_seqlens is not None, "or the row would not be packed"
-        index = index_of_documents(layout, row.cu_seqlens, "own", block, query.shape[2], False, query.device)
+        index = index_of_documents(layout, row.cu_seqlens, block, query.shape[2], None, query.device)
     elif row.is_nested:
         raise ValueError(known_twice("A PackedIndex"))
     elif row.cu_seqlens is not None:
@@ -159,7 +160,7 @@ def _row_index(
     if isinstance(layout, PackedIndex):
         raise ValueError("A PackedIndex is for document_layout='own'; give the row's layout and cu_seqlens.")
     assert cu_seqlens is not None, "or the row would not be packed"
-    return index_of_documents(layout, cu_seqlens, "row", block, query.shape[2], causal, query.device)
+    return index_of_documents(layout, cu_seqlens, block, query.shape[2], causal, query.device)
 
 
 LEAST_SCALE = 1e-6
