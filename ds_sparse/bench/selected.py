@@ -228,13 +228,13 @@ def index(problem: Problem) -> Peer:
     """What attention makes of the numbers of blocks for its forward kernel: bits, and on a GPU tiles of rows. It gives
     the bits."""
     case, together = problem.case, heads_together(problem.case.heads, problem.case.groups, problem.case.groups)
-    if gathers(problem.inputs[0], together, case.block, problem.columns, case.top, 0):
+    if gathers(problem.inputs[0], together, case.block, problem.columns, case.top):
         raise Unsupported("part of the operator: rows are gathered by block")
     query = problem.inputs[0].unflatten(1, (-1, together)).transpose(2, 3)
 
     def call() -> Tensor:
         selection = Selection.of_blocks(problem.block_indices, case.block, problem.columns)
-        _, _, selection = chosen_by(selection, query, 0, SIDES[:1])
+        _, _, selection = chosen_by(selection, query, False, SIDES[:1])
         return selection.bits
 
     return Peer(call, inputs=(), no_backward="forward only: it has no gradient")

@@ -114,7 +114,6 @@ def chosen_attention(
         structure, causal=causal, dropout_p=dropout_p, sinks=sinks, query_offset=query_offset, cu_seqlens=cu_seqlens,
         document_layout=document_layout, **more,
     )  # fmt: skip
-    refuse_samples(type(structure).__name__, query, key)
     if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
         check_bias("key_padding_mask", key_padding_mask, query, (query.shape[0], key.shape[2]), (2,))
         key_padding_mask = key_padding_mask.detach() > PADDING_BELOW
@@ -198,6 +197,7 @@ def _of_query_blocks(
 
 
 def _by_means(structure: Any, query: Tensor, key: Tensor, **how: Any) -> Tensor:
+    refuse_samples(type(structure).__name__, query, key)
     groups = key.shape[-3] if structure.chosen_by_group else None
     how |= {"first": structure.num_first_blocks, "local": _local(structure)}
     chosen = select_blocks(query, key, structure.block, structure.num_chosen_blocks, groups=groups, **how)

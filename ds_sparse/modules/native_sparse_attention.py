@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..ops import check_inputs, select_blocks_by_compression, selected_attention, window_attention
 from ..ops.block_selection import checked_number
 from ..ops.operands import broadcasts, check_bias, kept
-from ..ops.packed_attention import goes_by_places
+from ..ops.packed_operands import refuse_by_place
 from ..ops.query_offset import check_window_offset
 from .choices import note
 from .compressed_attention import Compression, StridesOfDocuments, compressed_attention, windows_of
@@ -197,10 +197,7 @@ class NativeSparseAttention(LearnedChoice):
             check_bias("key_padding_mask", key_padding_mask, query, (query.shape[0], key.shape[2]), (2,))
         if cu_seqlens is None:
             return
-        if key_padding_mask is not None:
-            raise ValueError(goes_by_places("key_padding_mask"))
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(goes_by_places("query_offset"))
+        refuse_by_place(key_padding_mask=key_padding_mask is not None, query_offset=query.shape[2] != key.shape[2])
         if query.shape[0] != 1:
             raise ValueError(f"query has {query.shape[0]} sequences; packed documents are one row, of batch size 1.")
         if self.stride < 8 or self.stride & (self.stride - 1):

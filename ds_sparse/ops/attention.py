@@ -17,8 +17,8 @@ from ..tools.wording import listed
 from .attention_function import attend, remembered_walk
 from .call import AttentionCall
 from .operands import check_distance_bias, check_heads, of_flash
-from .packed_attention import documents_again, goes_by_places, packed_attention, remembered_documents
-from .packed_operands import is_packed, packed_operands
+from .packed_attention import documents_again, packed_attention, remembered_documents
+from .packed_operands import is_packed, packed_operands, refuse_by_place
 from .query_offset import attention_again, attention_at, parts_at, remember_at, signature_at
 from .remembered import Remembered, signature
 
@@ -211,17 +211,14 @@ def block_sparse_attention(
     if known is None or known.layout is None:
         row = None
         if isinstance(layout, PackedIndex) or is_packed(query, key, value, cu_seqlens, document_layout):
-            by_place = {
-                "query_offset": query_offset, "rpe": rpe, "distance_bias": distance_bias, "attn_mask": attn_mask,
-                "key_padding_mask": key_padding_mask,
-            }  # fmt: skip
-            for name, option in by_place.items():
-                if option is not None:
-                    raise ValueError(goes_by_places(name))
+            refuse_by_place(
+                query_offset=query_offset is not None, rpe=rpe is not None, distance_bias=distance_bias is not None,
+                attn_mask=attn_mask is not None, key_padding_mask=key_padding_mask is not None,
+            )  # fmt: skip
             check_document_layout(document_layout)
             row = packed_operands(query, key, value, cu_seqlens)
             call = call._replace(query=row.query, key=row.key, value=row.value)
-        call = AttentionCall.checked(*call)
+        call = call.checked()
         if row is not None:
             result, documents = packed_attention(call, row, layout, document_layout, block, return_lse)
             if like is not None:

@@ -19,9 +19,8 @@ from ..index.transforms import outside_transforms_or_traced
 from ..tools.block_sizes import forced_blocks
 from ._library import check_alike, check_inputs, check_scale, under_autocast
 from .operands import check_bias, kept, wide_dtype
-from .packed_attention import goes_by_places
-from .packed_operands import check_row, row_of
-from .query_offset import position_of
+from .packed_operands import check_row, refuse_by_place, row_of
+from .query_offset import is_later, offsets_of, position_of
 
 MOST_SCORES = 2**24
 """Scores that are held at a time, unless those of one query, or block of queries, are more."""
@@ -292,10 +291,7 @@ def _checked(
     query, key = under_autocast(query.detach(), key.detach())
     check_alike(**{"query": query, name: key})
     if cu_seqlens is not None:
-        if isinstance(query_offset, Tensor) or query_offset:
-            raise ValueError(goes_by_places("query_offset"))
-        if key_padding_mask is not None:
-            raise ValueError(goes_by_places("key_padding_mask"))
+        refuse_by_place(query_offset=is_later(query_offset), key_padding_mask=key_padding_mask is not None)
         if query.dim() != key.dim() or query.dim() not in (3, 4):
             raise ValueError(f"Shapes are {tuple(query.shape)} and {tuple(key.shape)}; give both (tokens, heads, D).")
     as_given: Callable[[Tensor], Tensor] = lambda chosen: chosen  # noqa: E731
@@ -323,11 +319,10 @@ def _checked(
     if key_padding_mask is not None:
         check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
         keep = kept(key_padding_mask.detach().expand(-1, keys))
-    offset, _ = position_of(query_offset, batch, False)
-    if isinstance(offset, Tensor):
-        positions = offset.to(query.device, non_blocking=query.is_cuda).long().unsqueeze(1)
-        return query, key, _Places(0, positions + torch.arange(tokens, device=query.device), keep), groups, as_given
-    return query, key, _Places(offset, keep=keep), groups, as_given
+    offset, positions = offsets_of(query_offset, query)
+    if positions is not None:
+        positions = positions.long().unsqueeze(1) + torch.arange(tokens, device=query.device)
+    return query, key, _Places(offset, positions, keep), groups, as_given
 
 
 def check_counts(k: int, first: int, local: int, causal: bool, own: int = 1) -> None:

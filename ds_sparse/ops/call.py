@@ -16,7 +16,7 @@ from .sinks import check_sinks
 
 
 class AttentionCall(NamedTuple):
-    """Operands and options as `block_sparse_attention` takes them; `checked` makes a call of what is valid."""
+    """Operands and options as `block_sparse_attention` takes them; `checked` is the call once it is valid."""
 
     query: Tensor
     key: Tensor
@@ -28,24 +28,9 @@ class AttentionCall(NamedTuple):
     rpe: Tensor | None = None
     distance_bias: Tensor | None = None
     sinks: Tensor | None = None
-    dropout_p: float = 0.0
+    dropout_p: float = 0  # of 0.0, a default, torch.compile makes a symbol where shapes are dynamic
 
-    @classmethod
-    def checked(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        causal: bool,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        rpe: Tensor | None,
-        distance_bias: Tensor | None,
-        sinks: Tensor | None,
-        dropout_p: float,
-        operator: str = "block_attention_forward",
-    ) -> AttentionCall:
+    def checked(self, operator: str = "block_attention_forward") -> AttentionCall:
         """Validates a call but for its index, and casts operands where autocast is on.
 
         Raises:
@@ -53,6 +38,7 @@ class AttentionCall(NamedTuple):
             ValueError: operands, masks, biases or numbers that do not fit together.
             RuntimeError: a device without the operator.
         """
+        query, key, value, scale, _, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p = self
         check_inputs(query=query, key=key, value=value)
         query, key, value = under_autocast(query, key, value)
         check_attention_operands(query, key, value)
@@ -69,7 +55,7 @@ class AttentionCall(NamedTuple):
             check_sinks(sinks, query)
         if not query.is_cpu:
             require_kernel(operator, query.device)
-        return cls(query, key, value, scale, causal, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p)
+        return AttentionCall(query, key, value, scale, *self[4:])
 
     @property
     def device(self) -> torch.device:

@@ -113,7 +113,7 @@ def explain(
         together = heads_together(query.shape[1], key.shape[1], indices.shape[1])
         columns, listed = -(-key.shape[2] // checked_number("block", block, 1)), indices.shape[3]
         described = f"{listed} of {columns} blocks of {block} keys, {together} heads together"
-        if gathers(query, together, block, columns, min(listed, columns), 0):
+        if gathers(query, together, block, columns, min(listed, columns)):
             described += ", rows gathered by their block"
         operation, call = "selected_attention", Call(query.device, query.dtype, query.shape[3], block, (query,))
     else:

@@ -119,14 +119,6 @@ def remembered_documents(call: AttentionCall, index: PackedIndex | WindowIndex) 
     return remembered_walk(call, index.causal_blocks(call.causal))._replace(in_place=False)
 
 
-def goes_by_places(name: str) -> str:
-    """The sentence for an option that packed documents have not."""
-    return (
-        f"{name} is given for packed documents, and goes by places in a row; leave it out (padding too: packed "
-        "documents have none), or call once for each document."
-    )
-
-
 def _own_index(layout: Tensor | BlockIndex | PackedIndex, row: Packed, block: int | None, query: Tensor) -> PackedIndex:
     """The index that is given, or that of the layout and the documents, after a check that it fits the query."""
     index: PackedIndex

@@ -105,6 +105,16 @@ def check_row(
         )
 
 
+def refuse_by_place(**is_given: bool) -> None:
+    """Raises ValueError for the first option, by name, that is given and that packed documents have not."""
+    for name, given in is_given.items():
+        if given:
+            raise ValueError(
+                f"{name} is given for packed documents, and goes by places in a row; leave it out (padding too: packed "
+                "documents have none), or call once for each document."
+            )
+
+
 def known_twice(index: str) -> str:
     """The sentence for an index of documents, or of a row, beside nested operands."""
     return (

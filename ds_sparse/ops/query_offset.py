@@ -88,9 +88,24 @@ def _placed(offset: Offset, query: Tensor, parts: Parts) -> Offset | None:
     where the number puts queries outside of the layout."""
     if not isinstance(offset, Tensor):
         return offset if 0 <= offset <= parts.rows * parts.block - query.shape[2] else None
-    offset = offset.reshape(-1)
+    return _sent_to(query, offset.reshape(-1))
+
+
+def _sent_to(query: Tensor, offset: Tensor) -> Tensor:
     # What a GPU sends to the CPU is waited for, as it is read there.
     return offset if offset.device == query.device else offset.to(query.device, non_blocking=not query.is_cpu)
+
+
+def is_later(offset: Offset) -> bool:
+    """Tells if an offset, not checked yet, is another than 0."""
+    return isinstance(offset, Tensor) or bool(offset)
+
+
+def offsets_of(offset: Offset, query: Tensor) -> tuple[int, Tensor | None]:
+    """An offset, checked, as operators take it that read none here: a number, and None; or 0, and one a sequence (1 or
+    B,) on query's device."""
+    offset, _ = position_of(offset, query.shape[0], False)
+    return (0, _sent_to(query, offset)) if isinstance(offset, Tensor) else (offset, None)
 
 
 def position_of(offset: Offset, batch: int, reads: bool) -> tuple[Offset, tuple[int, int] | None]:

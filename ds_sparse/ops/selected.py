@@ -20,9 +20,8 @@ from .attention_function import attention_function, results_of_nothing
 from .call import AttentionCall
 from .moved import moving_function
 from .operands import call_on, distinct_when_traced, key_bias_of, lists_of_tiles, wide_dtype
-from .packed_attention import goes_by_places
-from .packed_operands import check_row, packed_operands
-from .query_offset import position_of
+from .packed_operands import check_row, packed_operands, refuse_by_place
+from .query_offset import Offset, is_later, offsets_of
 
 MOST_TOGETHER = 16
 """Heads of a token, that see the same keys, which kernels take together."""
@@ -160,47 +159,34 @@ def selected_attention(
     """
     row = None
     if cu_seqlens is not None:
-        for name, option in {"query_offset": query_offset, "key_padding_mask": key_padding_mask}.items():
-            if isinstance(option, Tensor) or option:
-                raise ValueError(goes_by_places(name))
+        refuse_by_place(query_offset=is_later(query_offset), key_padding_mask=key_padding_mask is not None)
         check_inputs(query=query, key=key, value=value)
         check_form(cu_seqlens)
         row = packed_operands(query, key, value, cu_seqlens)
     given = (query, key, value) if row is None else row[:3]
-    call = AttentionCall.checked(
-        *given, scale, causal, key_padding_mask, None, None, None, sinks, 0.0, "selected_attention_forward"
-    )
+    call = AttentionCall(*given, scale, causal, key_padding_mask, sinks=sinks).checked("selected_attention_forward")
     if not isinstance(block, int) or block not in CHOSEN_BLOCK_SIZES:
         raise ValueError(f"block is {block!r}; selected_attention takes {listed(CHOSEN_BLOCK_SIZES, 'and')}.")
     if row is not None:
         check_row(*call[:3])
     chosen = check_chosen(block_indices, call.query, call.key.shape[1], tokens_first=query.dim() == 3)
-    if row is None:
-        results = _attend_blocks(call, chosen, block, query_offset, return_lse)
-    else:
-        assert row.cu_seqlens is not None, "or it would be no row"
-        results = _attend_documents(call, chosen, block, row.cu_seqlens, return_lse)
-        results = tuple(map(row.as_given, results))
+    results = attend_chosen(call, chosen, block, query_offset, cu_seqlens, return_lse)
+    results = results if row is None else tuple(map(row.as_given, results))
     return (results[0], results[1]) if return_lse else results[0]
 
 
-def _attend_blocks(
-    call: AttentionCall, chosen: Tensor, block: int, query_offset: int | Tensor, with_lse: bool
+def attend_chosen(
+    call: AttentionCall, chosen: Tensor, block: int, query_offset: Offset, cu_seqlens: Tensor | None, with_lse: bool
 ) -> tuple[Tensor, ...]:
-    """Output and, if it is wanted, lse of a checked call."""
+    """Output and, if it is wanted, lse of a checked call and the numbers of blocks, from `check_chosen`; with
+    cu_seqlens it is one of a row, whose tokens have chosen them in their documents."""
     query, columns = call.query, -(-call.key.shape[2] // block)
-    check_numbers(chosen, block, columns)
-    offset, _ = position_of(query_offset, query.shape[0], False)
-    if query.numel() == 0:
-        return results_of_nothing(call)
-    return _attend(call, Selection.of_blocks(chosen, block, columns), offset, with_lse)
-
-
-def _attend_documents(
-    call: AttentionCall, chosen: Tensor, block: int, cu_seqlens: Tensor, with_lse: bool
-) -> tuple[Tensor, ...]:
-    """The same of a checked call of a row, of the blocks that its tokens have chosen in their documents."""
-    query = call.query
+    if cu_seqlens is None:
+        check_numbers(chosen, block, columns)
+        at = offsets_of(query_offset, query)
+        if query.numel() == 0:
+            return results_of_nothing(call)
+        return _attend(call, Selection.of_blocks(chosen, block, columns), *at, with_lse)
     documents = AlignedDocuments.of(cu_seqlens, query.shape[2], block, query.device)
     if query.numel() == 0:
         return results_of_nothing(call)
@@ -210,31 +196,38 @@ def _attend_documents(
     # Keys that fill a document's last block are all ahead of its own queries.
     mask = None if call.causal else documents.exists
     call = call._replace(query=query, key=key, value=value, key_padding_mask=mask)
-    results = _attend(call, documents.selection(chosen.to(query.device)), 0, with_lse)
-    if documents.lost is not None:
-        # NaN times a result is NaN in its gradients, too.
-        sound = torch.where(documents.lost == 0, 1.0, torch.nan)
-        results = tuple(x * sound.to(x.dtype) for x in results)
+    results = _attend(call, documents.selection(chosen.to(query.device)), 0, None, with_lse)
+    results = nan_if_lost(documents.lost, *results)
     return tuple(_Moved.apply(x, documents.aligned, documents.tokens_of, None, exists) for x in results)
 
 
-def _attend(call: AttentionCall, selection: Selection, offset: int | Tensor, with_lse: bool) -> tuple[Tensor, ...]:
-    """The same of a selection that fits the call, whose queries begin at the offset."""
+def nan_if_lost(lost: Tensor | None, *results: Tensor) -> tuple[Tensor, ...]:
+    """The results; NaN where the borders of documents, which nobody has read, turn out to be wrong."""
+    if lost is None:
+        return results
+    # NaN times a result is NaN in its gradients, too.
+    sound = torch.where(lost == 0, 1.0, torch.nan)
+    return tuple(x * sound.to(x.dtype) for x in results)
+
+
+def _attend(
+    call: AttentionCall, selection: Selection, offset: int, offsets: Tensor | None, with_lse: bool
+) -> tuple[Tensor, ...]:
+    """The same of a selection that fits the call, whose queries begin at the offset, or the offsets."""
     query, key, value, scale, causal, padding, *_, sinks, _ = call
     head_dim, together = query.shape[3], heads_together(query.shape[1], key.shape[1], selection.heads)
-    if gathers(query, together, selection.block, selection.columns, selection.most, offset):
+    at_zero = offsets is None and offset == 0
+    gathered = at_zero and gathers(query, together, selection.block, selection.columns, selection.most)
+    if gathered:
         together = 1
     if padding is not None:
         padding = key_bias_of(padding, wide_dtype(query.dtype), key.shape[2], query.is_cuda)
     key, value = (readable(x) for x in distinct_when_traced(key, value))
     query = readable(query).unflatten(1, (-1, together)).transpose(2, 3)
     sinks = None if sinks is None else sinks.unflatten(0, (-1, together))
-    offsets = None
-    if isinstance(offset, Tensor):
-        # What a GPU sends to the CPU is waited for, as it is read there.
-        offsets, offset = offset.to(key.device, non_blocking=not key.is_cpu), 0
+    numbers = scale, causal, offset, offsets, gathered
     output, lse, _ = _SelectedAttention.apply(
-        query, key, value, None, sinks, padding, None, None, selection, None, (scale, causal, offset, offsets)
+        query, key, value, None, sinks, padding, None, None, selection, None, numbers
     )
     output = output.transpose(2, 3).flatten(1, 2)
     output = output[..., :head_dim] if head_dim % 8 else output
@@ -249,11 +242,10 @@ def heads_together(heads: int, key_heads: int, bits_heads: int) -> int:
     return together
 
 
-def gathers(query: Tensor, together: int, block: int, columns: int, most: int, offset: int | Tensor) -> bool:
+def gathers(query: Tensor, together: int, block: int, columns: int, most: int) -> bool:
     """Whether kernels gather the rows of heads, of which so many see the same keys, and a token has chosen `most` of
-    `columns` blocks, at most."""
-    at_zero = isinstance(offset, int) and offset == 0
-    if not (query.is_cuda and at_zero and together < LEAST_TOGETHER and block >= LEAST_GATHERED):
+    `columns` blocks, at most, where queries begin with the keys."""
+    if not (query.is_cuda and together < LEAST_TOGETHER and block >= LEAST_GATHERED):
         return False
     # No less than ChosenToGather::rows of csrc/cuda/attention/gathered_rows.cu.
     tokens, keys = query.shape[2], columns * block
@@ -266,20 +258,20 @@ def _lists(tiles: Tiles | None) -> tuple[Tensor | None, ...]:
 
 
 def chosen_by(
-    selection: Selection, query: Tensor, offset: int | Tensor, sides: Sequence[str], forced: str | None = None
+    selection: Selection, query: Tensor, gathered: bool, sides: Sequence[str], forced: str | None = None
 ) -> tuple[str, int, Selection]:
     """The implementation that runs, the height of the tiles that it walks, and the selection with those, if it does
-    not make them itself, of rows that it gathers."""
+    not make them itself, of rows that are `gathered`."""
     chosen = choose("selected_attention", call_on(selection, query), forced)
     tile = chosen.tile(selection.block)
-    if not gathers(query, query.shape[3], selection.block, selection.columns, selection.most, offset):
+    if not gathered:
         selection = selection.with_tiles(query.shape[3], tile, sides)
     return chosen.name, tile, selection
 
 
 def _run(selection, walk, numbers, query, key, value, bias, key_bias, *_):
-    scale, causal, offset, offsets = numbers
-    name, tile, selection = chosen_by(selection, query, offset if offsets is None else offsets, SIDES[:1])
+    scale, causal, offset, offsets, gathered = numbers
+    name, tile, selection = chosen_by(selection, query, gathered, SIDES[:1])
     return ops.selected_attention_forward.default(
         query, key, value, key_bias, selection.bits, offsets, offset, *_lists(selection.row_tiles), selection.heads,
         selection.most, selection.block, tile, scale, causal, name,
@@ -290,8 +282,8 @@ def _gradients(selection, walk, numbers, wanted, forced, *tensors):
     *saved, _, key_bias, _, _ = tensors
     if not any(wanted[:3]):
         return None, None, None, None
-    scale, causal, offset, offsets = numbers
-    name, tile, selection = chosen_by(selection, saved[2], offset if offsets is None else offsets, SIDES, forced)
+    scale, causal, offset, offsets, gathered = numbers
+    name, tile, selection = chosen_by(selection, saved[2], gathered, SIDES, forced)
     return *ops.selected_attention_backward.default(
         *saved, key_bias, selection.bits, offsets, offset, *_lists(selection.row_tiles),
         *_lists(selection.column_tiles), selection.heads, selection.most, selection.block, tile, scale, causal,

@@ -18,11 +18,11 @@ from ..tools.block_sizes import CHOSEN_BLOCK_SIZES
 from ..tools.wording import listed
 from ._library import check_alike, check_inputs, under_autocast
 from .attention_function import attention_function
+from .call import AttentionCall
 from .operands import distinct_when_traced, factor_of
-from .packed_attention import goes_by_places
-from .packed_operands import check_row, packed_operands
-from .query_offset import Offset, position_of
-from .selected import selected_attention
+from .packed_operands import check_row, packed_operands, refuse_by_place
+from .query_offset import Offset, is_later, offsets_of
+from .selected import attend_chosen, nan_if_lost
 from .sinks import check_sinks
 
 LISTED_SIZES = (1, 2, 4, 8)
@@ -160,8 +160,7 @@ def topk_attention(
         raise ValueError(f"granularity is {granularity!r}; it has to be {sizes} keys for each number of topk_idxs.")
     tokens_first = query.dim() == 3
     if cu_seqlens is not None:
-        if isinstance(query_offset, Tensor) or query_offset:
-            raise ValueError(goes_by_places("query_offset"))
+        refuse_by_place(query_offset=is_later(query_offset))
         check_form(cu_seqlens)
     given = packed_operands(query, key, value, cu_seqlens)
     query, key, value = under_autocast(*given[:3])
@@ -172,9 +171,9 @@ def topk_attention(
     if tokens_first and isinstance(topk_idxs, Tensor) and topk_idxs.dim() == 2:
         topk_idxs = topk_idxs.unsqueeze(1)
     chosen = check_chosen(topk_idxs, query, key.shape[1], tokens_first, "topk_idxs")
-    scale = factor_of(scale, query.shape[3])
+    call = AttentionCall(query, key, value, factor_of(scale, query.shape[3]), causal, sinks=sinks)
     attend = _attend_blocks if granularity in CHOSEN_BLOCK_SIZES else _attend_keys
-    output, lse = attend(query, key, value, chosen, granularity, causal, scale, sinks, cu_seqlens, query_offset)
+    output, lse = attend(call, chosen, granularity, query_offset, cu_seqlens)
     return (given.as_given(output), given.as_given(lse)) if return_lse else given.as_given(output)
 
 
@@ -197,59 +196,46 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, block: int, causal: bool, scale: float,
-    sinks: Tensor | None, cu_seqlens: Tensor | None, query_offset: Offset,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    call: AttentionCall, chosen: Tensor, block: int, query_offset: Offset, cu_seqlens: Tensor | None
+) -> tuple[Tensor, ...]:
     """Output and lse of whole blocks; value's head size is made key's, or theirs its."""
-    depth = max(key.shape[3], value.shape[3])
-    of_value = value.shape[3]
-    query, key, value = (x if x.shape[3] == depth else pad(x, (0, depth - x.shape[3])) for x in (query, key, value))
-    chosen = chosen.masked_fill(chosen >= -(-key.shape[2] // block), -1)
-    output, lse = selected_attention(
-        query, key, value, chosen, block, causal=causal, scale=scale, sinks=sinks, cu_seqlens=cu_seqlens,
-        query_offset=query_offset, return_lse=True,
-    )  # fmt: skip
+    of_value, keys = call.value.shape[3], call.key.shape[2]
+    depth = max(call.key.shape[3], of_value)
+    query, key, value = (x if x.shape[3] == depth else pad(x, (0, depth - x.shape[3])) for x in call[:3])
+    call = call._replace(query=query, key=key, value=value).checked("selected_attention_forward")
+    chosen = chosen.masked_fill(chosen >= -(-keys // block), -1)
+    output, lse = attend_chosen(call, chosen, block, query_offset, cu_seqlens, True)
     return output[..., :of_value], lse
 
 
 def _attend_keys(
-    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, granularity: int, causal: bool, scale: float,
-    sinks: Tensor | None, cu_seqlens: Tensor | None, query_offset: Offset,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    call: AttentionCall, chosen: Tensor, granularity: int, query_offset: Offset, cu_seqlens: Tensor | None
+) -> tuple[Tensor, ...]:
     """Output and lse of single keys, or of a few that lie together."""
-    if not query.is_cpu:
-        require_kernel("token_attention_forward", query.device)
-    offset, _ = position_of(query_offset, query.shape[0], False)
-    limits, lost = _limits(query, key, causal, cu_seqlens, offset)
-    operands = distinct_when_traced(query, key, value)
+    if not call.query.is_cpu:
+        require_kernel("token_attention_forward", call.device)
+    limits, lost = _limits(call, query_offset, cu_seqlens)
+    operands = distinct_when_traced(*call[:3])
     # Which pairs of tokens count is said by lists, in the place of a mask.
     output, lse, _ = _TopkAttention.apply(
-        *operands, None, sinks, None, chosen, limits, None, None, (granularity, scale)
+        *operands, None, call.sinks, None, chosen, limits, None, None, (granularity, call.scale)
     )
-    if lost is not None:
-        # NaN times a result is NaN in its gradients, too.
-        sound = torch.where(lost == 0, 1.0, torch.nan)
-        output, lse = output * sound.to(output.dtype), lse * sound.to(lse.dtype)
-    return output, lse
+    return nan_if_lost(lost, output, lse)
 
 
-def _limits(
-    query: Tensor, key: Tensor, causal: bool, cu_seqlens: Tensor | None, offset: Offset
-) -> tuple[Tensor, Tensor | None]:
+def _limits(call: AttentionCall, query_offset: Offset, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Of each token the first key that it may see, from which its list counts, and the one after the last, int32
     (B or 1, T, 2); and of packed documents whose borders nobody has read, whether these are wrong, int32 (1)."""
-    tokens, device, lost = query.shape[2], query.device, None
-    position = torch.arange(tokens, device=device)
-    if isinstance(offset, Tensor):
-        # What a GPU sends to the CPU is waited for, as it is read there.
-        offset = offset.to(device, non_blocking=query.is_cuda).long().unsqueeze(1)
-    position = (position + offset).view(-1, tokens)
+    tokens, device, lost = call.query.shape[2], call.device, None
+    offset, offsets = offsets_of(query_offset, call.query)
+    position = torch.arange(tokens, device=device) + (offset if offsets is None else offsets.long().unsqueeze(1))
+    position = position.view(-1, tokens)
     if cu_seqlens is None:
-        first, end = torch.zeros_like(position), torch.full_like(position, key.shape[2])
+        first, end = torch.zeros_like(position), torch.full_like(position, call.key.shape[2])
     else:
         ranges, lost = _ranges(cu_seqlens, tokens, device)
         first, end = ranges.unbind(-1)
-    if causal:
+    if call.causal:
         end = torch.minimum(end, position + 1)
     return torch.stack([first, end], -1).int(), lost
 

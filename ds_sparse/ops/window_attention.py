@@ -117,9 +117,8 @@ def window_attention(
             raise ValueError(known_twice("A WindowIndex"))
         check_row(*row[:3])
         query, key, value, cu_seqlens, *_ = row
-    call = AttentionCall.checked(
-        query, key, value, scale, causal, key_padding_mask, None, None, None, sinks, 0.0, "window_attention_forward"
-    )
+    call = AttentionCall(query, key, value, scale, causal, key_padding_mask, sinks=sinks)
+    call = call.checked("window_attention_forward")
     tokens, keys = call.query.shape[2], call.key.shape[2]
     if query_offset is None:
         if keys != tokens:

@@ -149,8 +149,7 @@ class SequenceParallelAttention:
         """
         check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
         try:
-            options = scale, causal, None, None, None, None, sinks, dropout_p
-            call = AttentionCall.checked(query, key, value, *options)
+            call = AttentionCall(query, key, value, scale, causal, sinks=sinks, dropout_p=dropout_p).checked()
             self._check_dropout(dropout_p)
             _check_mask(key_padding_mask, query.shape[2], lengths)
             documents = None if cu_seqlens is None else Documents.read(cu_seqlens)

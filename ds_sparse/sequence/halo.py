@@ -181,7 +181,7 @@ class BlockHalo:
         return output[:, :, self._front :].clone()  # which may be written over: attention has saved its own
 
     def _attend(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        return attend(AttentionCall.checked(*call), self._index)
+        return attend(call.checked(), self._index)
 
 
 class WindowHalo:
