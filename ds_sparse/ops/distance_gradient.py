@@ -8,7 +8,7 @@ blocks queries are in the opposite order, so that a distance lies on an antidiag
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +24,6 @@ from .operands import as_added, raised, wide_dtype
 
 SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}
 """Scores that are held at a time: some tens of MB, on a GPU some hundreds. Not fewer than those of one block row."""
-
-
-class Blocks(NamedTuple):
-    """The live blocks of a layout, by rows, as `BlockIndex` has them."""
-
-    row_offsets: Tensor
-    row_columns: Tensor
-    row_lengths: list[int]
-    layout_heads: int
-    block: int
 
 
 class _Part(NamedTuple):
@@ -71,49 +61,33 @@ def distance_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
     )
 
 
-def distance_bias_gradient(
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    rows: Tensor,
-    distances: Tensor,
-    key_bias: Tensor | None,
-    attn_mask: Tensor | None,
-    dropout_seed: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
-    blocks: Blocks,
-) -> Tensor:
+def distance_bias_gradient(x: Any) -> Tensor:
     """The gradient of distances (H or 1, 2M - 1), alike, summed in fp32 or wider, in the order of batch and live
-    blocks. Operands as `block_attention_backward` takes them."""
-    batch, heads, tokens, keys = *query.shape[:3], key.shape[2]
-    block, wide = blocks.block, wide_dtype(query.dtype)
+    blocks.
+
+    Args:
+        x: what the operator is given, by the names of its schema; so everywhere here. Operands are as
+            `block_attention_backward` takes them, live blocks by rows, as `BlockIndex` has them.
+    """
+    (batch, heads, tokens, _), keys = x.query.shape, x.key.shape[2]
+    distances, block, wide = x.distances, x.block, wide_dtype(x.query.dtype)
     rows_of_blocks, columns = -(-tokens // block), -(-keys // block)
     # Distances from that of the last query and the first key to that of the first query and the last key.
     around = rows_of_blocks * block - 1 - distances.shape[1] // 2, columns * block - 1 - distances.shape[1] // 2
     biases = pad(as_added(distances, wide), around)
-    if causal:
+    if x.causal:
         ahead = torch.arange(biases.shape[1], device=biases.device) >= rows_of_blocks * block
         biases = biases.masked_fill(ahead, float("-inf"))
     windows = biases.unfold(-1, 2 * block - 1, block)  # of each diagonal
-    total = query.new_zeros(rows_of_blocks + columns - 1, len(distances), 2 * block - 1, dtype=wide)
-    per_sequence = sum(blocks.row_lengths) * heads // blocks.layout_heads * block**2
-    room = SCORES_AT_ONCE["cuda" if query.is_cuda else "cpu"]
+    total = x.query.new_zeros(rows_of_blocks + columns - 1, len(distances), 2 * block - 1, dtype=wide)
+    per_sequence = sum(x.row_lengths) * heads // x.layout_heads * block**2
+    room = SCORES_AT_ONCE["cuda" if x.query.is_cuda else "cpu"]
     together = min(max(1, room // max(1, per_sequence)), batch)
     for start in range(0, batch, together):
         part = slice(start, min(start + together, batch))
-        given = _operands(
-            grad_output[part], None if grad_lse is None else grad_lse[part], query[part], key[part], value[part],
-            output[part], rows[part], _of_sequences(key_bias, part), _of_sequences(attn_mask, part), block,
-        )  # fmt: skip
-        for piece in _parts(blocks, heads, room // (part.stop - part.start)):
-            first_matrix = start * heads + piece.heads.start
-            dropped = None if dropout_seed is None else (dropout_seed, dropout_p, first_matrix, heads)
-            _add_part(total, piece, given, windows, scale, block, dropped)
+        given = _operands(x, part)
+        for piece in _parts(x, room // (part.stop - part.start)):
+            _add_part(total, piece, given, windows, x, start * heads + piece.heads.start)
     side = total.transpose(0, 1)
     grad = pad(side[..., :block].flatten(1), (0, block))
     grad[:, block:] += pad(side[..., block:], (0, 1)).flatten(1)
@@ -121,33 +95,22 @@ def distance_bias_gradient(
     return pad(grad[:, : (rows_of_blocks + columns) * block - 1], (-first, -last)).contiguous()
 
 
-def _of_sequences(mask: Tensor | None, part: slice) -> Tensor | None:
-    return mask if mask is None or len(mask) == 1 else mask[part]
+def _operands(x: Any, part: slice) -> _Operands:
+    """Fills tokens of some sequences up to whole blocks, where what has no query has no share, and what has no key is
+    masked; and turns the queries of each block around."""
+    query, key, value, grad_output, output, rows = (
+        y[part] for y in (x.query, x.key, x.value, x.grad_output, x.output, x.rows)
+    )
+    key_bias, attn_mask = (y if y is None or len(y) == 1 else y[part] for y in (x.key_bias, x.attn_mask))
+    block, missing_queries, missing_keys = x.block, -query.shape[2] % x.block, -key.shape[2] % x.block
 
-
-def _operands(
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    rows: Tensor,
-    key_bias: Tensor | None,
-    attn_mask: Tensor | None,
-    block: int,
-) -> _Operands:
-    """Fills tokens up to whole blocks, where what has no query has no share, and what has no key is masked; and turns
-    the queries of each block around."""
-    missing_queries, missing_keys = -query.shape[2] % block, -key.shape[2] % block
-
-    def turned(x: Tensor) -> Tensor:
-        x = pad(x, (*(0, 0) * (x.dim() - 3), 0, missing_queries))
-        return x.unflatten(2, (-1, block)).flip(3).flatten(2, 3)
+    def turned(y: Tensor) -> Tensor:
+        y = pad(y, (*(0, 0) * (y.dim() - 3), 0, missing_queries))
+        return y.unflatten(2, (-1, block)).flip(3).flatten(2, 3)
 
     wide, shared_by = rows.dtype, query.shape[1] // key.shape[1]
     drop = (grad_output.to(wide) * output).sum(-1)
-    drop = drop if grad_lse is None else drop - grad_lse
+    drop = drop if x.grad_lse is None else drop - x.grad_lse[part]
     maximum, total = rows.unbind(-1)
     share = total.reciprocal().masked_fill(total == 0, 0)
     if missing_keys and key_bias is None:
@@ -158,59 +121,51 @@ def _operands(
     if attn_mask is not None:
         attn_mask = pad(attn_mask, (0, missing_keys))
         attn_mask = turned(attn_mask) if attn_mask.shape[2] > 1 else attn_mask
-    query, grad_output = (turned(x.to(wide)) for x in (query, grad_output))
-    key, value = (pad(x.to(wide), (0, 0, 0, missing_keys)).repeat_interleave(shared_by, 1) for x in (key, value))
-    maximum, share, drop = (turned(x) for x in (maximum, share, drop))
+    query, grad_output = (turned(y.to(wide)) for y in (query, grad_output))
+    key, value = (pad(y.to(wide), (0, 0, 0, missing_keys)).repeat_interleave(shared_by, 1) for y in (key, value))
+    maximum, share, drop = (turned(y) for y in (maximum, share, drop))
     return _Operands(query, key, value, grad_output, maximum, share, drop, attn_mask, key_bias)
 
 
-def _parts(blocks: Blocks, heads: int, room: int) -> Iterator[_Part]:
+def _parts(x: Any, room: int) -> Iterator[_Part]:
     """The live blocks in parts of so many scores: all heads together where they share a layout, else one by one."""
-    rows = len(blocks.row_lengths) // blocks.layout_heads
-    own = heads // blocks.layout_heads
-    room //= own * blocks.block**2
+    rows = len(x.row_lengths) // x.layout_heads
+    own = x.query.shape[1] // x.layout_heads
+    room //= own * x.block**2
     entry = 0
-    for head in range(blocks.layout_heads):
-        lengths = blocks.row_lengths[head * rows : (head + 1) * rows]
+    for head in range(x.layout_heads):
+        lengths = x.row_lengths[head * rows : (head + 1) * rows]
         first = 0
         while first < rows:
             last, count = first + 1, lengths[first]
             while last < rows and count + lengths[last] <= room:
                 count, last = count + lengths[last], last + 1
             if count:
-                offsets = blocks.row_offsets[head * rows + first : head * rows + last + 1]
-                columns = blocks.row_columns[entry : entry + count]
+                offsets = x.row_offsets[head * rows + first : head * rows + last + 1]
+                columns = x.row_columns[entry : entry + count]
                 heads_of_part = slice(head * own, (head + 1) * own)
                 yield _Part(heads_of_part, first, lengths[first:last], offsets - offsets[0], columns)
             entry, first = entry + count, last
 
 
-def _add_part(
-    total: Tensor,
-    part: _Part,
-    given: _Operands,
-    windows: Tensor,
-    scale: float,
-    block: int,
-    dropped: tuple[Tensor, float, int, int] | None,
-) -> None:
+def _add_part(total: Tensor, part: _Part, given: _Operands, windows: Tensor, x: Any, first_matrix: int) -> None:
     """Adds what the blocks of a part give to the diagonals.
 
     Args:
         total: (R + C - 1, H or 1, 2 * block - 1).
         windows: (H or 1, R + C - 1, 2 * block - 1), the distances of each diagonal.
-        dropped: seed, probability, the first matrix's number, and heads, where dropout drops.
+        first_matrix: the number of the part's first head, by which dropout draws.
     """
-    heads, number = part.heads, len(part.lengths)
+    heads, number, block = part.heads, len(part.lengths), x.block
     columns = part.columns.long()
     lengths = part.offsets.diff()
     row = torch.arange(number, device=columns.device).repeat_interleave(lengths, output_size=len(columns))
     diagonal = columns - row - part.first_row + given.query.shape[2] // block - 1
     tokens = slice(part.first_row * block, (part.first_row + number) * block)
 
-    def of_rows(x: Tensor) -> Tensor:
+    def of_rows(y: Tensor) -> Tensor:
         """A number a query for each of the blocks: (B, h, n, block, 1)."""
-        return x[:, heads, tokens].unflatten(2, (number, block))[:, :, row].unsqueeze(-1)
+        return y[:, heads, tokens].unflatten(2, (number, block))[:, :, row].unsqueeze(-1)
 
     own = windows if len(windows) == 1 else windows[heads]
     added = own[:, diagonal].unfold(-1, block, 1)  # (h or 1, n, block, block)
@@ -221,15 +176,14 @@ def _add_part(
         else:
             dead = dead | (mask == float("-inf"))
             added = raised(added + as_added(mask, added.dtype))
-    scores = _product(given.query[:, heads, tokens], given.key[:, heads], part, block).mul_(scale).add_(added)
+    scores = _product(given.query[:, heads, tokens], given.key[:, heads], part, block).mul_(x.scale).add_(added)
     probs = scores.sub_(of_rows(given.maximum)).exp_().mul_(of_rows(given.share))
     grad = _product(given.grad_output[:, heads, tokens], given.value[:, heads], part, block)
-    if dropped is not None:
-        seed, dropout_p, first, all_heads = dropped
+    if x.dropout_seed is not None:
         sequences, of_heads = (torch.arange(n, device=row.device) for n in grad.shape[:2])
-        matrices = first + sequences[:, None] * all_heads + of_heads
-        kept = kept_on_blocks(seed, dropout_p, matrices, row + part.first_row, columns, block)
-        grad.masked_fill_(~kept.flip(-2), 0).mul_(STEPS / (STEPS - threshold_of(dropout_p)))
+        matrices = first_matrix + sequences[:, None] * x.query.shape[1] + of_heads
+        kept = kept_on_blocks(x.dropout_seed, x.dropout_p, matrices, row + part.first_row, columns, block)
+        grad.masked_fill_(~kept.flip(-2), 0).mul_(STEPS / (STEPS - threshold_of(x.dropout_p)))
     # What is masked may be NaN.
     grad = grad.sub_(of_rows(given.drop)).mul_(probs).masked_fill_(dead, 0).sum(0)
     if len(windows) == 1:

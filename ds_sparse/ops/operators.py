@@ -26,7 +26,7 @@ from . import _flops
 from ._vmap import OPERANDS, register_rule
 from .attention_function import attention_backward, attention_bias_backward, attention_forward
 from .block_selection import select, select_by_compression
-from .distance_gradient import Blocks, distance_bias_backward, distance_bias_gradient
+from .distance_gradient import distance_bias_backward, distance_bias_gradient
 from .earlier_operators import layout_distance_forward
 from .operands import empty_as, wide_dtype
 from .topk_operators import empty_gradients, empty_results, run_backward, run_forward
@@ -74,11 +74,6 @@ def _of_numbers(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _numbers(x: Arguments) -> WindowNumbers:
     return WindowNumbers.of(x.windows, x.causal, x.global_tokens, x.dilations)
-
-
-def _distance_gradient(x: Arguments, *call: Any) -> Tensor:
-    given: Any = (*call[:-5], Blocks(*call[-5:]))
-    return distance_bias_gradient(*given)
 
 
 def _attention(x: Arguments) -> tuple[Tensor, ...]:
@@ -228,7 +223,7 @@ OPERATORS: dict[str, Operator] = {
         _wide("distances"),
         _flops.distances,
         f"({_SAVED}, Tensor distances, {_MASKS}, {_LISTS}) -> Tensor",
-        _distance_gradient,
+        lambda x, *call: distance_bias_gradient(x),
         one_by_one=True,
     ),
     "layout_attention_forward": Operator(

@@ -71,11 +71,12 @@ def test_memory_is_linear_in_tokens(monkeypatch):
     index = BlockIndex.build(layout, 64)
     query, key, value = (torch.randn(1, 2, tokens, 8, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, 2 * tokens - 1, requires_grad=True)
-    seen = Largest()
+    schema = torch.ops.ds_sparse.block_attention_distance_backward.default._schema
+    names, seen = [argument.name for argument in schema.arguments], Largest()
 
     def watched(*call):
         with seen:
-            return distance_gradient.distance_bias_gradient(*call[:-5], distance_gradient.Blocks(*call[-5:]))
+            return distance_gradient.distance_bias_gradient(SimpleNamespace(**dict(zip(names, call, strict=True))))
 
     ops = SimpleNamespace(block_attention_distance_backward=watched, matmul_sdd=torch.ops.ds_sparse.matmul_sdd)
     monkeypatch.setattr(distance_gradient, "ops", ops)
