@@ -74,6 +74,23 @@ def check_scale(scale: float) -> float:
     return float(scale)
 
 
+def shapes_of(**operands: torch.Tensor) -> str:
+    """The shapes of operands by their names, for a sentence."""
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+
+
+def check_device(name: str, x: torch.Tensor, device: torch.device, other: str = "query") -> None:
+    """Raises ValueError for x on another device than what is called `other`."""
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device} and {other} on {device}; move it there.")
+
+
+def check_floating(name: str, x: torch.Tensor) -> None:
+    """Raises ValueError for an operand, besides those that a kernel multiplies, of a dtype that none takes."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} is {x.dtype}; it has to be float16, bfloat16, float32 or float64.")
+
+
 def check_dtype(x: torch.Tensor) -> None:
     """Raises ValueError for a dtype that no kernel takes."""
     if x.dtype not in DTYPES:
@@ -84,8 +101,7 @@ def check_alike(**tensors: torch.Tensor) -> None:
     """Raises ValueError unless the operands, by name, have the first one's device and dtype, and kernels take it."""
     (first_name, first), *others = tensors.items()
     for name, x in others:
-        if x.device != first.device:
-            raise ValueError(f"{name} is on {x.device} and {first_name} on {first.device}; move it there.")
+        check_device(name, x, first.device, first_name)
         if x.dtype != first.dtype:
             raise ValueError(f"{name} is {x.dtype} and {first_name} {first.dtype}; give all the same dtype.")
     check_dtype(first)

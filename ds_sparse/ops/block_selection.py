@@ -17,9 +17,9 @@ from ..index.packed import check_form, sent_to
 from ..index.selection import AlignedDocuments
 from ..index.transforms import outside_transforms_or_traced
 from ..tools.block_sizes import forced_blocks
-from ._library import check_alike, check_inputs, check_scale, under_autocast
+from ._library import check_alike, check_inputs, check_scale, shapes_of, under_autocast
 from .operands import check_bias, kept, wide_dtype
-from .packed_operands import check_row, refuse_by_place, row_of
+from .packed_operands import check_row, refuse_by_place, row_of, unchanged
 from .query_offset import is_later, offsets_of, position_of
 
 MOST_SCORES = 2**24
@@ -294,10 +294,9 @@ def _checked(
         refuse_by_place(query_offset=is_later(query_offset), key_padding_mask=key_padding_mask is not None)
         if query.dim() != key.dim() or query.dim() not in (3, 4):
             raise ValueError(f"Shapes are {tuple(query.shape)} and {tuple(key.shape)}; give both (tokens, heads, D).")
-    as_given: Callable[[Tensor], Tensor] = lambda chosen: chosen  # noqa: E731
-    if cu_seqlens is not None and query.dim() == 3:
-        query, key, *_ = row_of(query, key, key, cu_seqlens)
-        as_given = lambda chosen: chosen[0].transpose(0, 1)  # noqa: E731
+    as_given: Callable[[Tensor], Tensor] = unchanged
+    if cu_seqlens is not None:
+        query, key, _, _, as_given, _ = row_of(query, key, key, cu_seqlens)
     _check_shapes(query, key, name)
     (batch, heads, tokens, _), key_heads = query.shape, key.shape[1]
     if groups is None:
@@ -313,7 +312,9 @@ def _checked(
         check_row(query, tokens_like, tokens_like, ("query", name, name))
         if block < 8 or block & (block - 1):
             raise ValueError(f"block is {block}; of packed documents it has to be a power of two, 8 or more.")
-        return query, key, _of_documents(cu_seqlens, tokens, block, query.device), groups, as_given
+        documents = AlignedDocuments.of(cu_seqlens, tokens, block, query.device)
+        places = _Places(0, documents.aligned.unsqueeze(0), documents.exists, documents.ranges, documents)
+        return query, key, places, groups, as_given
     keys = key.shape[2] if keys is None else keys
     keep = None
     if key_padding_mask is not None:
@@ -346,21 +347,14 @@ def checked_number(name: str, number: Any, least: int) -> int:
 def _check_shapes(query: Tensor, key: Tensor, name: str) -> None:
     if query.dim() != 4 or key.dim() != 4 or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise ValueError(
-            f"Shapes are query {tuple(query.shape)}, {name} {tuple(key.shape)}; they have to be (batch, heads, tokens, "
-            "head size), with batch and head size equal."
+            f"Shapes are {shapes_of(**{'query': query, name: key})}; they have to be (batch, heads, tokens, head "
+            "size), with batch and head size equal."
         )
     heads, key_heads = query.shape[1], key.shape[1]
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"query has {heads} heads and {name} {key_heads}; they have to be a multiple of {name}'s.")
     if 0 in (query.shape[2], query.shape[3], key.shape[2]):
-        raise ValueError(
-            f"Shapes are query {tuple(query.shape)}, {name} {tuple(key.shape)}; there has to be at least one token."
-        )
-
-
-def _of_documents(cu_seqlens: Tensor, tokens: int, block: int, device: torch.device) -> _Places:
-    documents = AlignedDocuments.of(cu_seqlens, tokens, block, device)
-    return _Places(0, documents.aligned.unsqueeze(0), documents.exists, documents.ranges, documents)
+        raise ValueError(f"Shapes are {shapes_of(**{'query': query, name: key})}; there has to be at least one token.")
 
 
 def _taken(x: Tensor, numbers: Tensor, exists: Tensor) -> Tensor:
@@ -422,14 +416,18 @@ class Chooser:
             chosen.append(best(scores, counts, begin, end))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, 2)
 
+    def positions(self, begin: int, end: int) -> Tensor:
+        """The positions of the queries from one number to before another, (B or 1, n, 1)."""
+        if self.x.positions is not None:
+            return self.x.positions[:, begin:end, None]
+        return torch.arange(begin + self.x.offset, end + self.x.offset, device=self.device)[None, :, None]
+
     def ends(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """The positions of the first and last query of the rows from one number to before another, (B or 1, rows,
-        1)."""
-        x = self.x
-        if x.positions is not None:
-            return (x.positions[:, begin:end, None],) * 2
-        first = torch.arange(begin, end, self.query_block, device=self.device)[None, :, None] + x.offset
-        return first, (first + (self.query_block - 1)).clamp(max=x.offset + end - 1)
+        """The positions of the first and last query of the rows of these queries, (B or 1, rows, 1)."""
+        first = self.positions(begin, end)[:, :: self.query_block]
+        if self.query_block == 1:
+            return first, first
+        return first, (first + (self.query_block - 1)).clamp(max=self.x.offset + end - 1)
 
     def _is_for_kernel(self, scores: Tensor) -> bool:
         fits = self.x.k <= MOST_CHOSEN and self.columns * self.x.block < MOST_KEYS
@@ -535,8 +533,8 @@ def _by_maxima(x: Any) -> Tensor:
         if x.causal:
             # Keys before the first of these queries are behind all of them.
             ahead = 0 if x.positions is not None else min(x.offset + begin, keys)
-            at = x.positions[:, begin:end, None] if x.positions is not None else _column(begin, end, x)
-            scores[..., ahead:].masked_fill_((position[ahead:keys] > at).unsqueeze(1), float("-inf"))
+            is_ahead = position[ahead:keys] > chooser.positions(begin, end)
+            scores[..., ahead:].masked_fill_(is_ahead.unsqueeze(1), float("-inf"))
         scores = pad(scores, (0, -keys % block), value=float("-inf")).unflatten(-1, (-1, block)).amax(-1)
         return _of_rows(scores, x), None
 
@@ -556,11 +554,6 @@ def _of_rows(scores: Tensor, x: Any) -> Tensor:
         scores = pad(scores, (0, 0, 0, -scores.shape[2] % x.query_block), value=float("-inf"))
         scores = scores.unflatten(2, (-1, x.query_block)).amax(3)
     return _of_groups(scores, x.groups)
-
-
-def _column(begin: int, end: int, x: Any) -> Tensor:
-    """The positions of queries, (1, n, 1)."""
-    return torch.arange(begin + x.offset, end + x.offset, device=x.query.device)[None, :, None]
 
 
 def select_by_compression(x: Any) -> Tensor:

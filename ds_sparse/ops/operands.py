@@ -15,7 +15,7 @@ from ..index.master_layout import MasterLayout
 from ..index.parts import Parts
 from ..index.selection import Selection
 from ..index.tiles import Tiles
-from ._library import DTYPES, check_alike, check_dtype, check_scale
+from ._library import DTYPES, check_alike, check_device, check_dtype, check_floating, check_scale, shapes_of
 
 # Finite biases below count as this, and so do sums of them: times log2(e) they must not reach -inf, which masks.
 LOWEST_BIAS = -1e30
@@ -25,12 +25,13 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
     """Raises ValueError unless query, key and value belong together and a kernel takes them."""
     if query.dim() != 4 or key.dim() != 4 or value.shape != key.shape:
         raise ValueError(
-            f"Shapes are {_shapes(query, key, value)}; they have to be (batch, heads, tokens, head size), those of key "
-            f"and value equal.{_of_documents(query)}{_of_one_size(key, value)}"
+            f"Shapes are {shapes_of(query=query, key=key, value=value)}; they have to be (batch, heads, tokens, head "
+            f"size), those of key and value equal.{_of_documents(query)}{_of_one_size(key, value)}"
         )
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise ValueError(
-            f"Shapes are {_shapes(query, key, value)}; batch and head size, the first and the last, have to be equal."
+            f"Shapes are {shapes_of(query=query, key=key, value=value)}; batch and head size, the first and the last, "
+            "have to be equal."
         )
     heads, key_heads = query.shape[1], key.shape[1]
     if heads % key_heads if key_heads else heads:
@@ -44,7 +45,9 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
             "Softmax take larger ones, of which SparseSelfAttention(..., implementation='separate') is made."
         )
     if 0 in (query.shape[2], key.shape[2]):
-        raise ValueError(f"Shapes are {_shapes(query, key, value)}; there has to be at least one token.")
+        raise ValueError(
+            f"Shapes are {shapes_of(query=query, key=key, value=value)}; there has to be at least one token."
+        )
     if not (query.dtype == key.dtype == value.dtype and query.device == key.device == value.device):
         check_alike(query=query, key=key, value=value)
     if query.dtype not in dtypes:
@@ -53,10 +56,6 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
             "Tensors are float64 on CUDA, where this operation takes float16, bfloat16 and float32; use MatMul and "
             "Softmax, which take float64, or the CPU."
         )
-
-
-def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
-    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def _of_documents(query: torch.Tensor) -> str:
@@ -165,8 +164,7 @@ def check_bias(
     if x is None:
         return
     is_mask = name != "rpe"
-    if x.device != query.device:
-        raise ValueError(f"{name} is on {x.device} and {query_name} on {query.device}; move it there.")
+    check_device(name, x, query.device, query_name)
     if x.dtype not in DTYPES and not (is_mask and x.dtype == torch.bool):
         raise ValueError(
             f"{name} is {x.dtype}; it has to be float16, bfloat16, float32 or float64, which is added"
@@ -196,10 +194,8 @@ def check_distance_bias(
             "rpe and distance_bias are both given; rpe is a matrix of tokens by tokens already, so add to it what "
             "distance_bias has for each pair, ds_sparse.reference.bias_of_pairs(distance_bias, tokens, keys)."
         )
-    if bias.device != query.device:
-        raise ValueError(f"distance_bias is on {bias.device} and query on {query.device}; move it there.")
-    if bias.dtype not in DTYPES:
-        raise ValueError(f"distance_bias is {bias.dtype}; it has to be float16, bfloat16, float32 or float64.")
+    check_device("distance_bias", bias, query.device)
+    check_floating("distance_bias", bias)
     heads, least = query.shape[1], max(last + 1, keys)
     if bias.dim() != 2 or not broadcasts(bias.shape[:1], (heads,)) or bias.shape[1] % 2 == 0:
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..index.packed import check_document_layout
-from ._library import check_inputs
+from ._library import check_inputs, shapes_of
 
 QUERY_KEY_VALUE = ("query", "key", "value")
 """How sentences call the operands, where the operation has no other names for them."""
@@ -82,14 +82,19 @@ def packed_operands(
         return _from_nested(those, cu_seqlens, all(nested))
     check_inputs(**those)
     if query.dim() == 3 and (key.dim() != 3 or value.dim() != 3):
-        raise ValueError(f"Shapes are {_shapes(those)}; all have to be (T, heads, D), or all (1, heads, T, D).")
+        raise ValueError(f"Shapes are {shapes_of(**those)}; all have to be (T, heads, D), or all (1, heads, T, D).")
     return row_of(query, key, value, cu_seqlens)
+
+
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """A result as it is given where operands are in the form of the operation itself."""
+    return x
 
 
 def row_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Packed:
     """The operands (T, H, D), or (1, H, T, D), as a row, without a check."""
     if query.dim() != 3:
-        return Packed(query, key, value, cu_seqlens, lambda x: x)
+        return Packed(query, key, value, cu_seqlens, unchanged)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     return Packed(query, key, value, cu_seqlens, lambda x: x[0].transpose(0, 1))
 
@@ -100,7 +105,7 @@ def check_row(
     """Raises ValueError unless `packed_operands` are one row, of which queries and keys are the same tokens."""
     if any(x.dim() != 4 for x in (query, key, value)) or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise ValueError(
-            f"Shapes are {_shapes(dict(zip(names, (query, key, value))))}; packed documents are one row, of which "
+            f"Shapes are {shapes_of(**dict(zip(names, (query, key, value))))}; packed documents are one row, of which "
             "queries and keys are the same tokens: (1, H, T, D), or (T, H, D)."
         )
 
@@ -167,7 +172,3 @@ def _from_nested(those: dict[str, Any], cu_seqlens: torch.Tensor | None, all_are
 
     query, key, value = (x.values().unsqueeze(0) for x in those.values())
     return Packed(query, key, value, offsets, as_given, True)
-
-
-def _shapes(those: dict[str, torch.Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in those.items())

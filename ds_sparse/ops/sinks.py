@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ._library import DTYPES
+from ._library import check_device, check_floating
 
 
 def check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> None:
     """Raises ValueError unless there is one floating sink for each head of query (B, H, T, D)."""
     if sinks is None:
         return
-    if sinks.device != query.device:
-        raise ValueError(f"sinks is on {sinks.device} and query on {query.device}; move it there.")
-    if sinks.dtype not in DTYPES:
-        raise ValueError(f"sinks is {sinks.dtype}; it has to be float16, bfloat16, float32 or float64.")
+    check_device("sinks", sinks, query.device)
+    check_floating("sinks", sinks)
     # Heads of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
     if sinks.dim() != 1 or sinks.shape[0] != query.shape[1]:
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}; it has to be ({query.shape[1]},), a logit a head.")

@@ -11,7 +11,7 @@ from ..index import BlockIndex, as_index
 from ..index.kernels import require_kernel
 from ..index.transforms import while_traced
 from ._autograd import Function, differentiable_once
-from ._library import check_dtype, check_inputs, check_scale
+from ._library import check_device, check_dtype, check_inputs, check_scale
 from ._on_layout import OnLayout
 from .operands import broadcasts
 from .remembered import Remembered, Walk, signature
@@ -207,8 +207,7 @@ def _mask(name: str, mask: torch.Tensor, mode: str, x: torch.Tensor) -> torch.Te
 
 def _broadcastable(name: str, x: torch.Tensor, device: torch.device, shape: tuple[int, ...]) -> torch.Tensor:
     """x with leading dimensions of 1 added, its last dimension spelled out."""
-    if x.device != device:
-        raise ValueError(f"{name} is on {x.device} and x on {device}; move it there.")
+    check_device(name, x, device, "x")
     if not broadcasts(x.shape, shape):
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shape}, where any dimension may be 1.")
     x = x if x.dim() == len(shape) else x.reshape((1,) * (len(shape) - x.dim()) + x.shape)

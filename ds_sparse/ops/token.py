@@ -18,10 +18,10 @@ from ..index.lookup import index_of_lists, packed_pairs_of
 from ..index.packed import check_document_layout
 from ..index.token_forms import Nested, lists_of, tensors_in
 from ._autograd import Function, product_function
-from ._library import check_alike, check_inputs, under_autocast
+from ._library import check_alike, check_inputs, shapes_of, under_autocast
 from .attention_function import attention_function
 from .operands import broadcasts, factor_of, lists_of_tiles, of_flash
-from .packed_operands import check_row, check_tokens, is_packed, packed_operands, row_of
+from .packed_operands import check_row, check_tokens, is_packed, packed_operands, row_of, unchanged
 from .remembered import Remembered, Walk, signature
 
 Lists: TypeAlias = Tensor | Sequence | TokenIndex
@@ -325,7 +325,7 @@ def pairs_call(
         TypeError, ValueError: what does not fit, in a sentence.
         RuntimeError: under torch.compile, and where pairs would have to be found in the capture of a CUDA graph.
     """
-    as_given: Callable[[Tensor], Tensor] = _unchanged
+    as_given: Callable[[Tensor], Tensor] = unchanged
     if is_packed(q, k, v, cu_seqlens, document_layout):
         check_document_layout(document_layout)
         q, k, v, cu_seqlens, as_given, _ = packed_operands(q, k, v, cu_seqlens, NAMES)
@@ -339,10 +339,6 @@ def pairs_call(
         q, k, v = under_autocast(q, k, v)
     check_operands(q, k, v)
     return PairsCall(q, k, v, token_index(values, offsets, q, k), factor_of(scale, q.shape[-1]), as_given)
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def _index_of_one(
@@ -396,8 +392,7 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
         wanted = "head sizes have to be 1 or more"
     operands = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     if wanted is not None:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
-        raise ValueError(f"Shapes are {shapes}; {wanted}.")
+        raise ValueError(f"Shapes are {shapes_of(**operands)}; {wanted}.")
     check_alike(**operands)
 
 

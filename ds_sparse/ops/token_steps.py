@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ..index import TokenIndex
 from ..index.packed import mask_of_documents
 from ._autograd import first_derivatives_only
-from ._library import check_inputs, under_autocast
+from ._library import check_device, check_inputs, under_autocast
 from .operands import broadcasts, factor_of, of_flash, raised
 from .packed_operands import check_row, is_packed, packed_operands
 from .token import NAMES, Lists, PairsCall, as_4d, check_operands, pairs_call
@@ -75,8 +75,7 @@ def masked_attention(
         return as_given(masked_attention(q, k, v, mask, scale))
     check_inputs(q=q, k=k, v=v)
     check_operands(*under_autocast(q, k, v))
-    if mask.device != q.device:
-        raise ValueError(f"mask is on {mask.device} and q on {q.device}; move it there.")
+    check_device("mask", mask, q.device, "q")
     whole = (*q.shape[:-1], k.shape[-2])
     if not broadcasts(mask.shape, whole):
         raise ValueError(

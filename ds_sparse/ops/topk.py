@@ -16,7 +16,7 @@ from ..index.selection import check_chosen
 from ..index.transforms import outside_transforms_or_traced
 from ..tools.block_sizes import CHOSEN_BLOCK_SIZES
 from ..tools.wording import listed
-from ._library import check_alike, check_inputs, under_autocast
+from ._library import check_alike, check_inputs, shapes_of, under_autocast
 from .attention_function import attention_function
 from .call import AttentionCall
 from .operands import distinct_when_traced, factor_of
@@ -189,9 +189,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     elif 0 in (query.shape[2], key.shape[2], key.shape[3], value.shape[3]):
         wanted = "there has to be at least one token, with one number"
     if wanted:
-        operands = {"query": query, "key": key, "value": value}
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
-        raise ValueError(f"Shapes are {shapes}; {wanted}.")
+        raise ValueError(f"Shapes are {shapes_of(query=query, key=key, value=value)}; {wanted}.")
     check_alike(query=query, key=key, value=value)
 
 

@@ -10,7 +10,7 @@ from ..index.kernels import require_kernel
 from ..index.window_sizes import Numbers, of_heads
 from ..tools.memory import refuse_too_large
 from ._autograd import Function, differentiable_once, product_function
-from ._library import check_alike, check_dtype, check_inputs, check_scale, under_autocast
+from ._library import check_alike, check_dtype, check_inputs, check_scale, shapes_of, under_autocast
 from .operands import check_bias, key_bias_of, wide_dtype
 
 MAX_WINDOW = 1 << 30
@@ -54,8 +54,7 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.T
     window = _one_window(window_size)
     if a.dim() < 2 or b.dim() < 2 or a.shape[-2:] != b.shape[:-3:-1]:
         raise ValueError(
-            f"Shapes are a {tuple(a.shape)}, b {tuple(b.shape)}; they have to be (..., T, D) and (..., D, T), with the "
-            "same T and D."
+            f"Shapes are {shapes_of(a=a, b=b)}; they have to be (..., T, D) and (..., D, T), with the same T and D."
         )
     leading = _leading(a=a, b=b)
     if not torch.compiler.is_compiling():
@@ -101,7 +100,7 @@ def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window_size: int) -> torch
     window = _one_window(window_size)
     if p.dim() < 2 or v.dim() < 2 or p.shape[-2] != v.shape[-2] or p.shape[-1] != 2 * window + 1:
         raise ValueError(
-            f"Shapes are p {tuple(p.shape)}, v {tuple(v.shape)}; with window_size {window} they have to be "
+            f"Shapes are {shapes_of(p=p, v=v)}; with window_size {window} they have to be "
             f"(..., T, {2 * window + 1}) and (..., T, D), with the same T."
         )
     leading = _leading(p=p, v=v)
@@ -205,7 +204,7 @@ def _leading(**operands: torch.Tensor) -> torch.Size:
     try:
         return torch.broadcast_shapes(*(x.shape[:-2] for x in operands.values()))
     except RuntimeError:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+        shapes = shapes_of(**operands)
         raise ValueError(f"Shapes are {shapes}; all but the last two dimensions have to broadcast.") from None
 
 
