@@ -22,7 +22,7 @@ struct Philox {
 #pragma unroll
 #endif
     for (int round = 0; round < 7; ++round) {
-      const uint64_t a = uint64_t{0xD2511F53u} * word[0], b = uint64_t{0xCD9E8D57u} * word[2];
+      const uint64_t a = product(0xD2511F53u, word[0]), b = product(0xCD9E8D57u, word[2]);
       word[0] = static_cast<uint32_t>(b >> 32) ^ word[1] ^ key0;
       word[1] = static_cast<uint32_t>(b);
       word[2] = static_cast<uint32_t>(a >> 32) ^ word[3] ^ key1;
@@ -34,6 +34,18 @@ struct Philox {
 
   // The e-th of eight 15-bit numbers: a word has two, each below a bit of which use is made elsewhere.
   DS_SPARSE_ANYWHERE uint32_t number(int e) const { return word[e / 2] >> (e % 2 * 16) & 0x7fffu; }
+
+ private:
+  DS_SPARSE_ANYWHERE static uint64_t product(uint32_t x, uint32_t y) {
+#ifdef __CUDA_ARCH__
+    // As a product of 64-bit numbers it takes an instruction more, for an upper half that is 0.
+    uint64_t wide;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(wide) : "r"(x), "r"(y));
+    return wide;
+#else
+    return uint64_t{x} * y;
+#endif
+  }
 };
 
 // Dropout of one call. Eight elements of a 16 x 16 square of (query token i, key token j) share a Philox result: those
@@ -48,6 +60,10 @@ struct Dropout {
     const double scaled = p * 32768 + 0.5;
     return scaled < 32767 ? static_cast<uint32_t>(scaled) : 32767u;
   }
+
+  // The largest threshold with which numbers are compared as those of fp16 that have their bits, which are in the same
+  // order: infinity. What is larger is no number.
+  static constexpr uint32_t kLargestHalf = 0x7c00;
 
   // The factor of kept elements.
   DS_SPARSE_ANYWHERE float factor() const { return 32768.0f / (32768u - threshold); }
@@ -66,6 +82,18 @@ struct Dropout {
     uint32_t kept;
     // Bytes 1 and 3, of which it repeats the highest bit; __byte_perm does not serve that.
     asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"((word | 0x80008000u) - threshold * 0x10001u));
+    return kept;
+  }
+  // The same in one instruction, with a threshold of kLargestHalf at most.
+  __device__ __forceinline__ uint32_t keeps_of_halves(uint32_t word) const {
+    uint32_t kept;
+    asm("{\n"
+        ".reg .b32 numbers;\n"
+        "abs.f16x2 numbers, %1;\n"
+        "set.geu.u32.f16x2 %0, numbers, %2;\n"
+        "}"
+        : "=r"(kept)
+        : "r"(word), "r"(threshold * 0x10001u));
     return kept;
   }
 #endif

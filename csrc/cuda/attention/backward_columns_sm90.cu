@@ -373,7 +373,7 @@ __device__ __forceinline__ void run_consumer(
     float grad_key[kHeadDim / 2] = {}, grad_value[kHeadDim / 2] = {};
     float probs[kBlockN / 2], grads[kBlockN / 2];
     uint32_t left_probs[kBlockN / 16][4], left_grads[kBlockN / 16][4];
-    KeptOfStep<true> kept;
+    KeptOfStep<true, drops_by_halves(kScores)> kept;
     int last = -1;  // the stage whose products are still under way
 
     const auto are_added = [&]() {

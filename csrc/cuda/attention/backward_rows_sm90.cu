@@ -138,7 +138,7 @@ __device__ __forceinline__ void run_consumer(
     float probs[kBlockN / 2], grads[kBlockN / 2];
     uint32_t left[kBlockN / 16][4];
     LiveGroups live{0};
-    KeptOfStep<false> kept;
+    KeptOfStep<false, drops_by_halves(kScores)> kept;
 
     const auto look = [&]() {
       memory.stage_full[pipe.index].wait(pipe.phase);

@@ -15,10 +15,15 @@ template <bool kTransposed>
 struct Kept {
   uint32_t pairs[4];
 
-  // Draws a square of neighbouring tokens on both sides, which begin at multiples of 16; by a whole warp.
+  // Draws a square of neighbouring tokens on both sides, which begin at multiples of 16; by a whole warp. kAsHalves:
+  // the threshold is one of keeps_of_halves.
+  template <bool kAsHalves = false>
   static __device__ __forceinline__ Kept
   of_square(const Dropout& dropout, uint32_t matrix, int first_row, int first_token) {
     const int lane = threadIdx.x % 32, tile_row = first_row + lane / 4, token = first_token + lane % 4 * 2;
+    const auto keeps_of = [&](uint32_t word) {
+      return kAsHalves ? dropout.keeps_of_halves(word) : dropout.keeps_of(word);
+    };
     Kept kept;
     if constexpr (kTransposed) {
       // Lanes of two neighbouring keys need halves of the same two results: each makes one of them.
@@ -31,14 +36,14 @@ struct Kept {
         const uint32_t first = numbers.word[2 * below], second = numbers.word[2 * below + 1];
         const uint32_t own = __byte_perm(first, second, odd ? high : low);
         const uint32_t other = __shfl_xor_sync(0xffffffffu, __byte_perm(first, second, odd ? low : high), 4);
-        kept.pairs[below] = dropout.keeps_of(__byte_perm(own, other, lows));
-        kept.pairs[2 + below] = dropout.keeps_of(__byte_perm(own, other, highs));
+        kept.pairs[below] = keeps_of(__byte_perm(own, other, lows));
+        kept.pairs[2 + below] = keeps_of(__byte_perm(own, other, highs));
       }
     } else {
       const Philox numbers = dropout.numbers(matrix, tile_row, token);
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
-        kept.pairs[pair] = dropout.keeps_of(numbers.word[pair]);
+        kept.pairs[pair] = keeps_of(numbers.word[pair]);
       }
     }
     return kept;

@@ -207,7 +207,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ void drop(Probs& probs, const FirstKeys& first_keys) const {
 #pragma unroll
     for (int g = 0; g < kBlockN / 16; ++g) {
-      const auto kept = Kept<false>::of_square(dropout, item().work.matrix, item().tokens[warp_tile], first_keys[g]);
+      const auto kept = Kept<false>::of_square<drops_by_halves(kScores)>(
+          dropout, item().work.matrix, item().tokens[warp_tile], first_keys[g]);
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
         probs[g][pair] &= kept.pairs[pair];

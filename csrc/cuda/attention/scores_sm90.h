@@ -17,6 +17,8 @@ constexpr bool are_packed(Scores scores) { return scores == Scores::kPacked; }
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
 // By a window or pair by pair, perhaps.
 constexpr bool are_limited(Scores scores) { return scores == Scores::kLimited || scores == Scores::kOptions; }
+// Thresholds of dropout are those of fp16 numbers; others are left to kOptions.
+constexpr bool drops_by_halves(Scores scores) { return scores == Scores::kDropped; }
 // For passes without a kernel for dropout alone.
 constexpr Scores with_any_dropout(Scores scores) { return scores == Scores::kDropped ? Scores::kOptions : scores; }
 
@@ -27,15 +29,15 @@ __device__ __forceinline__ bool drops(const Scoring& scoring) {
 }
 
 // Holds which of a lane's probabilities (64 x 64) dropout keeps; by rows or, transposed, by columns. A warp tile's rows
-// are neighbours, and begin at a multiple of 16.
-template <bool kTransposed>
+// are neighbours, and begin at a multiple of 16. kAsHalves: as of Kept.
+template <bool kTransposed, bool kAsHalves>
 struct KeptOfStep {
   Kept<kTransposed> squares[4];
 
   __device__ __forceinline__ void find(const Dropout& dropout, uint32_t matrix, int first_token, const Octet* groups) {
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-      squares[g] = Kept<kTransposed>::of_square(dropout, matrix, first_token, groups[g].token);
+      squares[g] = Kept<kTransposed>::template of_square<kAsHalves>(dropout, matrix, first_token, groups[g].token);
     }
   }
   // In the order of sums.
@@ -191,7 +193,7 @@ void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head
     const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr || scoring.chosen.bits != nullptr;
     if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
       f(padded, std::integral_constant<Scores, Scores::kPacked>{});
-    } else if (!scoring.plain() || (limited && scoring.drops())) {
+    } else if (!scoring.plain() || (limited && scoring.drops()) || scoring.dropout_threshold > Dropout::kLargestHalf) {
       f(padded, std::integral_constant<Scores, Scores::kOptions>{});
     } else if (limited) {
       f(padded, std::integral_constant<Scores, Scores::kLimited>{});
