@@ -141,7 +141,7 @@ __device__ __forceinline__ void run_producer(
         const Gathered<kBlockN, kPacked> here(other, boxes, next, step);
         next = Listed<kBlockN, kPacked>(other, step + 1);
         if constexpr (kOfGrads) {
-          constexpr int members = kPlain ? 2 : 4;
+          const int members = kPlain && !(may_add_to_keys(kScores) && p.scoring.key_bias != nullptr) ? 2 : 4;
           memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
           if (lane == 0) {
             full.arrive_and_expect_tx(sizeof(stage.grads) + members * sizeof(memory.row_stats[0][0]));
@@ -252,6 +252,21 @@ __device__ __forceinline__ void add_bias_of_rows(float (&scores)[kCount], float 
   }
 }
 
+// Scales the scores, adds the bias of a lane's two keys and takes row maxima off, which are 0 then.
+template <int kBlockN>
+__device__ __forceinline__ void finish_biased_rows(
+    float (&scores)[kBlockN / 2], float2 (&row_maxima)[kBlockN / 8], float scale, float bias0, float bias8) {
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; ++i) {
+    const float2 row_max = row_maxima[i / 4];
+    scores[i] = fmaf(scores[i], scale, i % 4 < 2 ? bias0 : bias8) - (i % 2 ? row_max.y : row_max.x);
+  }
+#pragma unroll
+  for (float2& row_max : row_maxima) {
+    row_max = {0, 0};
+  }
+}
+
 // Scores (64 keys by kBlockN queries) become probabilities. inverse_sum_of(n): 1 over the sums of the n-th pair of
 // queries.
 template <bool kPlain, int kBlockN, class F>
@@ -311,7 +326,7 @@ __device__ __forceinline__ void store_gradients(
 template <class T, int kHeadDim, Scores kScores, bool kWithQueries>
 __device__ __forceinline__ void run_consumer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
-  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
+  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores), kMayAddToKeys = may_add_to_keys(kScores);
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
@@ -369,6 +384,8 @@ __device__ __forceinline__ void run_consumer(
     };
     const float bias0 = bias_of(token0), bias8 = bias_of(token8);
     const bool biased = __any_sync(0xffffffffu, bias0 != 0 || bias8 != 0);
+    // Else keys that do not exist are all that is masked, for which row_max is not known.
+    const bool scaled = kMayAddToKeys && biased && key_bias != nullptr;
 
     float grad_key[kHeadDim / 2] = {}, grad_value[kHeadDim / 2] = {};
     float probs[kBlockN / 2], grads[kBlockN / 2];
@@ -417,7 +434,7 @@ __device__ __forceinline__ void run_consumer(
         float2 row_maxima[kBlockN / 8];
 #pragma unroll
         for (int n = 0; n < kBlockN / 8; ++n) {
-          row_maxima[n] = of_rows(kPlain ? 0 : 2, n);
+          row_maxima[n] = of_rows(kPlain && !(kMayAddToKeys && scaled) ? 0 : 2, n);
         }
         if (drops) {
           kept.find(dropout, work.matrix, item.tokens[warp_tile], groups);
@@ -426,14 +443,24 @@ __device__ __forceinline__ void run_consumer(
         are_added();
         warpgroup_fence_operand(probs);
         finish_scores<T, kBlockN, kPlain, true>(probs, p.scoring, item, groups);
-        if (biased) {
+        if (scaled) {
+          finish_biased_rows<kBlockN>(probs, row_maxima, p.scoring.scale, bias0, bias8);
+        } else if (biased) {
           add_bias_of_rows<kPlain>(probs, bias0, bias8);
         }
         if (!live.is_whole<kBlockN>()) {
           mask_scores<kBlockN, true, kLimited>(
               probs, live, groups, item, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
         }
-        exponentiate<kPlain, kBlockN>(probs, row_maxima, softmax_scale_log2, [&](int n) { return of_rows(3, n); });
+        exponentiate<kPlain, kBlockN>(
+            probs, row_maxima, scaled ? kLog2E : softmax_scale_log2, [&](int n) { return of_rows(3, n); });
+        if (scaled) {
+#pragma unroll
+          for (int i = 0; i < kBlockN / 2; ++i) {
+            const float2 inverse_sum = of_rows(3, i / 4);
+            probs[i] *= i % 2 ? inverse_sum.y : inverse_sum.x;
+          }
+        }
         round_sums<T, kBlockN>(left_probs, probs);
         if (drops) {
           kept.mask(left_probs);
@@ -603,7 +630,7 @@ void columns_on_hopper(
           });
     };
     if (p.grad_query_sums.data == nullptr) {
-      run(std::integral_constant<Scores, with_any_dropout(decltype(scores)::value)>{}, std::false_type{});
+      run(std::integral_constant<Scores, with_any_option(decltype(scores)::value)>{}, std::false_type{});
     } else {
       run(scores, std::true_type{});
     }

@@ -270,7 +270,7 @@ void rows_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& grad_output, const Tensor& grad_query, int64_t copies) {
   with_hopper_kernel(p.scoring, sweep.lists, p.head_dim, [&](auto head_dim, auto scores) {
-    constexpr Scores kScores = with_any_dropout(decltype(scores)::value);
+    constexpr Scores kScores = with_any_option(decltype(scores)::value);
     constexpr int kHeadDim = decltype(head_dim)::value;
     const int own_box = std::min(1 << sweep.lists.log_block, kHopperBlockM),
               box = std::min(1 << sweep.lists.log_other, kBlockN);

@@ -15,7 +15,7 @@ namespace ds_sparse::attention {
 template <class T, int kHeadDim, Scores kScores>
 struct ForwardConsumer {
   using M = ForwardMemory<T, kHeadDim, kScores>;
-  static constexpr bool kPlain = are_plain(kScores), kLimited = M::kLimited;
+  static constexpr bool kPlain = are_plain(kScores), kLimited = M::kLimited, kMayAddToKeys = may_add_to_keys(kScores);
   static constexpr int kBlockN = M::kBlockN;
   // With one consumer group a warpgroup multiplies the last probabilities and values while it does a softmax.
   static constexpr bool kOverlaps = M::Tuning::kConsumerGroups == 1;
@@ -28,7 +28,8 @@ struct ForwardConsumer {
   M& memory;
   const int consumer_group, thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread);
-  const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
+  // Of row maxima, and of scores unless these are not scaled yet, where maxima are.
+  const float softmax_scale_log2 = kPlain && !kMayAddToKeys ? p.scoring.scale * kLog2E : kLog2E;
   // A new maximum becomes row_max only where it is this far above the last: by a factor of 256 for probabilities.
   const float rescale_threshold = 8 / softmax_scale_log2;
   const bool drops = attention::drops<kScores>(p.scoring);
@@ -90,7 +91,7 @@ struct ForwardConsumer {
     // NaN where a sum is.
     const float factor0 = rows.row_sum0 == 0 ? 0.0f : of_dropout / rows.row_sum0,
                 factor8 = rows.row_sum8 == 0 ? 0.0f : of_dropout / rows.row_sum8;
-    const float to_row_max = kPlain ? p.scoring.scale : 1.0f;
+    const float to_row_max = kPlain && !kMayAddToKeys ? p.scoring.scale : 1.0f;
     const RowMaxSum stats0(rows.row_max0 * to_row_max, rows.row_sum0),
         stats8(rows.row_max8 * to_row_max, rows.row_sum8);
     note_not_finite(output, memory.work_items[summed_stage].tokens + tile_row0, p.state, rows.row_sum0, rows.row_sum8);
@@ -131,12 +132,20 @@ struct ForwardConsumer {
     }
   }
 
-  // From products to scores.
-  __device__ __forceinline__ void mask(ScoresOfStep& scores, const LiveGroups& live) const {
+  // From products to scores. kMayAddToKeys: returns whether they are scaled.
+  __device__ __forceinline__ bool mask(ScoresOfStep& scores, const LiveGroups& live) const {
+    bool scaled = false;
     const Octet* groups = memory.groups[pipe.index];
     finish_scores<T, kBlockN, kPlain>(scores, p.scoring, item(), groups);
     if (!live.is_whole<kBlockN>()) {
-      add_key_bias<kBlockN, kPlain>(scores, live, groups, p.scoring, item().work);
+      if constexpr (kMayAddToKeys) {
+        scaled = p.scoring.key_bias != nullptr && live.ragged() != 0;
+        if (scaled) {
+          scale_and_add_key_bias<kBlockN>(scores, live, groups, p.scoring, item().work);
+        }
+      } else {
+        add_key_bias<kBlockN, kPlain>(scores, live, groups, p.scoring, item().work);
+      }
       mask_scores<kBlockN, false, kLimited, M::kPacked>(
           scores, live, groups, item(), p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
 
@@ -145,6 +154,24 @@ struct ForwardConsumer {
         fence_view_async_shared();
       }
     }
+    return scaled;
+  }
+
+  __device__ __forceinline__ bool update_row_max(
+      const ScoresOfStep& scores, bool scaled, float& rescale0, float& rescale8) {
+    return rows.update_row_max(
+        scores, softmax_scale_log2, rescale_threshold, rescale0, rescale8,
+        kMayAddToKeys && !scaled ? p.scoring.scale : 1.0f);
+  }
+  __device__ __forceinline__ float2 exponentiate(ScoresOfStep& scores, bool scaled) const {
+    if constexpr (kMayAddToKeys) {
+      if (scaled && rows.have_large_max()) {
+        rows.subtract_row_max(scores);
+        return rows.exponentiate(scores, kLog2E, 0);
+      }
+      return rows.exponentiate(scores, scaled ? kLog2E : p.scoring.scale * kLog2E, kLog2E);
+    }
+    return rows.exponentiate(scores, softmax_scale_log2);
   }
 
   // The softmax without a look at maxima: scores lie too far above row_max. Computes them again, and moves it.
@@ -160,9 +187,9 @@ struct ForwardConsumer {
     }
     multiply_warp_tile<T, kHeadDim, kBlockN>(
         scores, memory.queries[work_pipe.index], warp_tile, memory.stages[pipe.index].keys);
-    mask(scores, live);
-    const bool moves = rows.update_row_max(scores, softmax_scale_log2, rescale_threshold, rescale0, rescale8);
-    sums = rows.exponentiate(scores, softmax_scale_log2);
+    const bool scaled = mask(scores, live);
+    const bool moves = update_row_max(scores, scaled, rescale0, rescale8);
+    sums = exponentiate(scores, scaled);
     if constexpr (!kOverlaps) {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) {
@@ -177,7 +204,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ bool softmax(
       Output& output, ScoresOfStep& scores, FirstKeys& first_keys, const LiveGroups& live, bool checks_max,
       float& rescale0, float& rescale8) {
-    mask(scores, live);
+    const bool scaled = mask(scores, live);
     // Before keys are free, and with them what is known of their groups.
     if (drops) {
 #pragma unroll
@@ -189,9 +216,9 @@ struct ForwardConsumer {
     bool moves = false;
     if (!skips_max) {
       warp_arrive(memory.k_empty[pipe.index], lane);
-      moves = rows.update_row_max(scores, softmax_scale_log2, rescale_threshold, rescale0, rescale8);
+      moves = update_row_max(scores, scaled, rescale0, rescale8);
     }
-    float2 sums = rows.exponentiate(scores, softmax_scale_log2);
+    float2 sums = exponentiate(scores, scaled);
     if (skips_max) {
       if (__any_sync(0xffffffffu, fmaxf(sums.x, sums.y) > kLargestRowSum<T>)) {
         moves = softmax_again(output, scores, live, rescale0, rescale8, sums);

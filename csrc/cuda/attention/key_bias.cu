@@ -8,7 +8,8 @@
 namespace ds_sparse::attention {
 namespace {
 
-// A thread for each eight keys of a batch and head. Bools (keeps where true) become `biases`.
+// A thread for each eight keys of a batch and head. Numbers, and bools (keeps where true), become `biases`, so many for
+// each; keys behind the last one have 0.
 template <class B>
 __global__ void key_states_kernel(
     const B* given, int64_t batch_stride, int64_t head_stride, int heads, float* biases, uint8_t* states, int64_t count,
@@ -19,16 +20,18 @@ __global__ void key_states_kernel(
     const int first = number % octets * 8;
     const B* from = given + matrix / heads * batch_stride + matrix % heads * head_stride;
     bool nothing = true, masked = true;
-    for (int key = first; key < min(first + 8, keys); ++key) {
-      float bias;
-      if constexpr (std::is_same_v<B, bool>) {
-        bias = from[key] ? 0.0f : -kInfinity;
-        biases[matrix * keys + key] = bias;
-      } else {
-        bias = from[key];
+    for (int key = first; key < first + 8; ++key) {
+      float bias = 0;
+      if (key < keys) {
+        if constexpr (std::is_same_v<B, bool>) {
+          bias = from[key] ? 0.0f : -kInfinity;
+        } else {
+          bias = biased(0.0f, from[key]);
+        }
+        nothing = nothing && bias == 0;
+        masked = masked && bias == -kInfinity;
       }
-      nothing = nothing && bias == 0;
-      masked = masked && bias == -kInfinity;
+      biases[matrix * 8 * octets + key] = bias;
     }
     states[number] = nothing ? kNoBias : masked ? kAllMasked : kSomeBias;
   }
@@ -43,9 +46,10 @@ std::optional<Tensor> set_key_bias(const Launcher& launch, const std::optional<T
   const Tensor& given = *key_bias;
   const int64_t batch = given.size(0), heads = given.dim() == 4 ? given.size(1) : 1;
   const int64_t batch_stride = given.stride(0), head_stride = given.dim() == 4 ? given.stride(1) : 0;
-  const int64_t octets = (scoring.keys + 7) / 8, count = batch * heads * octets;
+  // Whole groups of 16, and runs that begin where kernels can read several at once.
+  const int64_t octets = (scoring.keys + 15) / 16 * 2, count = batch * heads * octets;
   scoring.only_masks_keys = given.scalar_type() == ScalarType::Bool;
-  const int64_t bytes = scoring.only_masks_keys ? batch * heads * scoring.keys * sizeof(float) : 0;
+  const int64_t bytes = count * 8 * sizeof(float);
   Tensor made = empty_on(given, {bytes + count}, ScalarType::Byte);
   float* biases = static_cast<float*>(made.mutable_data_ptr());
   uint8_t* states = made.mutable_data_ptr<uint8_t>() + bytes;
@@ -61,13 +65,11 @@ std::optional<Tensor> set_key_bias(const Launcher& launch, const std::optional<T
   };
   if (scoring.only_masks_keys) {
     set(key_states_kernel<bool>, given.const_data_ptr<bool>());
-    scoring.key_bias = biases;
-    strides(scoring.key_bias_strides, heads * scoring.keys, scoring.keys);
   } else {
-    scoring.key_bias = given.const_data_ptr<float>();
-    set(key_states_kernel<float>, scoring.key_bias);
-    strides(scoring.key_bias_strides, batch_stride, head_stride);
+    set(key_states_kernel<float>, given.const_data_ptr<float>());
   }
+  scoring.key_bias = biases;
+  strides(scoring.key_bias_strides, heads * octets * 8, octets * 8);
   scoring.key_states = states;
   strides(scoring.key_states_strides, heads * octets, octets);
   return made;

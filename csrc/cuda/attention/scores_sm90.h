@@ -11,16 +11,19 @@
 namespace ds_sparse::attention {
 
 // The kinds of scores that kernels are made for: products times a positive number, which exponents can take with them,
-// or masked; the same with documents packed in a row; with dropout; the same limited token by token; and all else.
-enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions };
+// or masked; the same with documents packed in a row; with dropout, and biases of keys; limited token by token; all
+// else; and with biases of keys alone.
+enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions, kBiased };
 constexpr bool are_packed(Scores scores) { return scores == Scores::kPacked; }
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
 // By a window or pair by pair, perhaps.
 constexpr bool are_limited(Scores scores) { return scores == Scores::kLimited || scores == Scores::kOptions; }
+// Plain but for steps with biases of keys, perhaps: their scores are scaled first, and so are all row maxima.
+constexpr bool may_add_to_keys(Scores scores) { return scores == Scores::kDropped || scores == Scores::kBiased; }
 // Thresholds of dropout are those of fp16 numbers; others are left to kOptions.
 constexpr bool drops_by_halves(Scores scores) { return scores == Scores::kDropped; }
-// For passes without a kernel for dropout alone.
-constexpr Scores with_any_dropout(Scores scores) { return scores == Scores::kDropped ? Scores::kOptions : scores; }
+// For passes without kernels for dropout and biases of keys.
+constexpr Scores with_any_option(Scores scores) { return may_add_to_keys(scores) ? Scores::kOptions : scores; }
 
 // True where probabilities are dropped.
 template <Scores kScores>
@@ -186,6 +189,26 @@ __device__ __forceinline__ void add_key_bias(
   }
 }
 
+// Scales the scores and adds the bias of keys, where these are the other side.
+template <int kBlockN>
+__device__ __forceinline__ void scale_and_add_key_bias(
+    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring,
+    const WorkTile& work) {
+  const float* key_bias = scoring.key_bias_of(work.batch, work.head) + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int g = 0; g < kBlockN / 16; ++g) {
+    float2 biases[2]{};  // of a lane's keys in the first eight, and in the others
+    if (live.ragged() >> g & 1) {
+      biases[0] = *reinterpret_cast<const float2*>(key_bias + groups[g].token);
+      biases[1] = *reinterpret_cast<const float2*>(key_bias + groups[g].token + 8);
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      scores[8 * g + e] = fmaf(scores[8 * g + e], scoring.scale, e % 2 ? biases[e / 4].y : biases[e / 4].x);
+    }
+  }
+}
+
 // Calls f with the head size, padded, and the kind of scores.
 template <class F>
 void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
@@ -193,12 +216,16 @@ void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head
     const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr || scoring.chosen.bits != nullptr;
     if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
       f(padded, std::integral_constant<Scores, Scores::kPacked>{});
-    } else if (!scoring.plain() || (limited && scoring.drops()) || scoring.dropout_threshold > Dropout::kLargestHalf) {
+    } else if (
+        !scoring.plain_without_keys() || (limited && (scoring.drops() || scoring.adds_to_keys())) ||
+        scoring.dropout_threshold > Dropout::kLargestHalf) {
       f(padded, std::integral_constant<Scores, Scores::kOptions>{});
     } else if (limited) {
       f(padded, std::integral_constant<Scores, Scores::kLimited>{});
     } else if (scoring.drops()) {
       f(padded, std::integral_constant<Scores, Scores::kDropped>{});
+    } else if (scoring.adds_to_keys()) {
+      f(padded, std::integral_constant<Scores, Scores::kBiased>{});
     } else {
       f(padded, std::integral_constant<Scores, Scores::kPlain>{});
     }

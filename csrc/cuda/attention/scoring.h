@@ -111,7 +111,7 @@ struct Scoring {
   int queries, keys;
   bool causal;
   Bias rpe, attn_mask;
-  const float* key_bias;                               // null: none
+  const float* key_bias;                               // of whole groups of 16; null: none
   const uint8_t* key_states;                           // of every eight keys, a KeyState
   int64_t key_bias_strides[2], key_states_strides[2];  // of batches and heads
   bool only_masks_keys;                                // every bias is 0 or -inf
@@ -122,10 +122,12 @@ struct Scoring {
 
   // True where scores are products times a positive number, which exponents can take with them, or masked. Exponents of
   // others, which may be large, are differences first.
-  bool plain() const {
-    return scale > kLeastPlainScale && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone &&
-           (key_bias == nullptr || only_masks_keys);
+  bool plain() const { return plain_without_keys() && !adds_to_keys(); }
+  // The same of scores with no bias of keys.
+  bool plain_without_keys() const {
+    return scale > kLeastPlainScale && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone;
   }
+  bool adds_to_keys() const { return key_bias != nullptr && !only_masks_keys; }
   __host__ __device__ bool drops() const { return dropout_seed != nullptr; }
 
   // A score with its key's bias. kPlain: 0 or -inf, which is added: a choice would cost a pass 3 % where nothing is.

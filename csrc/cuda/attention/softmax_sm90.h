@@ -38,10 +38,11 @@ struct OnlineSoftmax {
     have_row_max = false;
   }
 
-  // Moves row_max to the scores' maxima where some row's is more than `threshold` above. Returns whether, and by what,
-  // to rescale the output.
+  // Moves row_max to the scores' maxima, times `unit`, where some row's is more than `threshold` above. Returns
+  // whether, and by what, to rescale the output.
   __device__ __forceinline__ bool update_row_max(
-      const float (&scores)[kBlockN / 2], float softmax_scale_log2, float threshold, float& rescale0, float& rescale8) {
+      const float (&scores)[kBlockN / 2], float softmax_scale_log2, float threshold, float& rescale0, float& rescale8,
+      float unit = 1) {
     // Four chains for each row: one would be bound by its latency.
     float largest[16];
 #pragma unroll
@@ -52,8 +53,8 @@ struct OnlineSoftmax {
     for (int i = 4; i < 16; ++i) {
       largest[i % 4] = fmaxf(largest[i % 4], largest[i]);
     }
-    const float new0 = fmaxf(row_max0, row_reduce_max(fmaxf(largest[0], largest[1])));
-    const float new8 = fmaxf(row_max8, row_reduce_max(fmaxf(largest[2], largest[3])));
+    const float new0 = fmaxf(row_max0, row_reduce_max(fmaxf(largest[0], largest[1])) * unit);
+    const float new8 = fmaxf(row_max8, row_reduce_max(fmaxf(largest[2], largest[3])) * unit);
     const bool moves = __any_sync(0xffffffffu, new0 > row_max0 + threshold || new8 > row_max8 + threshold);
     if (moves) {
       rescale0 = exp2_approx((row_max0 - (new0 == -kInfinity ? 0.0f : new0)) * softmax_scale_log2);
@@ -67,10 +68,27 @@ struct OnlineSoftmax {
     return moves;
   }
 
+  // Tells if some row's maximum, in units of exponents of e, is such that a factor log2(e) would round it visibly.
+  __device__ __forceinline__ bool have_large_max() const {
+    return __any_sync(0xffffffffu, fmaxf(fabsf(row_max0), fabsf(row_max8)) > 128);
+  }
+  __device__ __forceinline__ void subtract_row_max(float (&scores)[kBlockN / 2]) const {
+    const float base0 = row_max0 == -kInfinity ? 0.0f : row_max0, base8 = row_max8 == -kInfinity ? 0.0f : row_max8;
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) {
+      scores[i] -= i % 4 < 2 ? base0 : base8;
+    }
+  }
+
   // Scores become exponentials, whose sums are the lane's.
   __device__ __forceinline__ float2 exponentiate(float (&scores)[kBlockN / 2], float softmax_scale_log2) const {
+    return exponentiate(scores, softmax_scale_log2, softmax_scale_log2);
+  }
+  // kPlain: the factor of maxima may be another one.
+  __device__ __forceinline__ float2
+  exponentiate(float (&scores)[kBlockN / 2], float softmax_scale_log2, float of_max_log2) const {
     const float base0 = row_max0 == -kInfinity ? 0.0f : row_max0, base8 = row_max8 == -kInfinity ? 0.0f : row_max8;
-    const float scaled_max0 = base0 * softmax_scale_log2, scaled_max8 = base8 * softmax_scale_log2;
+    const float scaled_max0 = base0 * of_max_log2, scaled_max8 = base8 * of_max_log2;
     float2 sums{0, 0};
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; i += 4) {
