@@ -20,9 +20,10 @@ static_assert(kBlockN == ColumnsTuning<128>::kBlockN);
 template <int kHeadDim, bool kWithQueries>
 constexpr bool kGradQueryApart = kWithQueries && ColumnsTuning<kHeadDim>::kHasThirdWarpgroup;
 
-template <class T, int kHeadDim, bool kLimited>
-struct Memory {
-  using Tuning = ColumnsTuning<kHeadDim>;
+template <class T, int kHeadDim, Scores kScores, class Tuned = ColumnsTuning<kHeadDim, have_tile(kScores)>>
+struct Memory : BiasTiles<T, have_tile(kScores), kBlockN, kHopperBlockM, Tuned::kStages> {
+  using Tuning = Tuned;
+  static constexpr bool kLimited = are_limited(kScores), kHasTile = have_tile(kScores);
   static constexpr int kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages, kOwnStages = Tuning::kOwnStages;
   static constexpr int kGradScoreStages = Tuning::kGradScoreStages;
   struct Stage {
@@ -51,18 +52,19 @@ struct Memory {
 struct Maps {
   CUtensorMap key, value, query, grad_output, grad_key, grad_value;
 };
+template <Scores kScores>
+struct MapsOf : Maps, BiasMap<have_tile(kScores)> {};
 
 // The scheduler warp: writes work items and loads their keys and values, as soon as there is space for the next.
 template <class T, int kHeadDim, Scores kScores>
 __device__ __forceinline__ void run_scheduler(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory,
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kScores>& memory,
     TileScheduler scheduler) {
-  constexpr bool kLimited = are_limited(kScores);
   const int lane = threadIdx.x % 32;
   const TileLists& lists = sweep.lists;
   const Boxes<T, kHeadDim, kHopperBlockM> boxes(lists.log_block);
-  PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kOwnStages> own_pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kWorkStages> work_pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kOwnStages> own_pipe;
   const int work_tiles = lists.count_work_tiles();
   for (int number = blockIdx.x, ticket; number < work_tiles * scheduler.walks;
        number = TileScheduler::tile_of(ticket), work_pipe.next(), own_pipe.next()) {
@@ -110,14 +112,14 @@ __device__ __forceinline__ void run_scheduler(
 // and row statistics: with small blocks that is more than one warp starts in time.
 template <class T, int kHeadDim, Scores kScores, bool kOfGrads>
 __device__ __forceinline__ void run_producer(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
+    const Backward<T>& p, const Sweep<T>& sweep, const MapsOf<kScores>& maps, Memory<T, kHeadDim, kScores>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores), kPacked = are_packed(kScores);
   const int lane = threadIdx.x % 32;
   const TileLists& lists = sweep.lists;
   const Boxes<T, kHeadDim, kBlockN> boxes(lists.log_other);
   const LiveGroupFinder finder(lists);
-  PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
-  for (PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;; work_pipe.next()) {
+  PipelineState<Memory<T, kHeadDim, kScores>::kStages> pipe;
+  for (PipelineState<Memory<T, kHeadDim, kScores>::kWorkStages> work_pipe;; work_pipe.next()) {
     memory.work_full[work_pipe.index].wait(work_pipe.phase);
     const auto& item = memory.work_items[work_pipe.index];
     const WorkTile& work = item.work;
@@ -141,7 +143,9 @@ __device__ __forceinline__ void run_producer(
         const Gathered<kBlockN, kPacked> here(other, boxes, next, step);
         next = Listed<kBlockN, kPacked>(other, step + 1);
         if constexpr (kOfGrads) {
-          const int members = kPlain && !(may_add_to_keys(kScores) && p.scoring.key_bias != nullptr) ? 2 : 4;
+          const bool by_lse =
+              kPlain && !have_tile(kScores) && !(may_be_biased(kScores) && p.scoring.key_bias != nullptr);
+          const int members = by_lse ? 2 : 4;
           memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
           if (lane == 0) {
             full.arrive_and_expect_tx(sizeof(stage.grads) + members * sizeof(memory.row_stats[0][0]));
@@ -159,11 +163,20 @@ __device__ __forceinline__ void run_producer(
         } else {
           const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
           memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
-          announce_step<kBlockN, kLimited>(
-              memory, pipe.index, full, here, live, sizeof(stage.queries), lists, work, step);
+          constexpr int kBytes = sizeof(stage.queries) + Memory<T, kHeadDim, kScores>::kTileBytes;
+          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, kBytes, lists, work, step);
           if (boxes.any) {
             const int2 place = place_of_rows<kLimited>(p.query.tokens, here.token_in_memory, work.head);
             boxes.copy(stage.queries, &maps.query, &full, place.x, place.y, work.batch);
+          }
+          if constexpr (have_tile(kScores)) {
+            const BiasBoxes<kBlockN, kHopperBlockM> of_bias(lists.log_other, lists.log_block);
+            const int2 box = of_bias.box();
+            const int query = __shfl_sync(0xffffffffu, here.group.token, box.x / 16 % (kBlockN / 16));
+            const int key = item.tokens[box.y];
+            of_bias.copy(
+                memory.biases[pipe.index], &maps.bias, &full, p.scoring.rpe, query, key < 0 ? p.scoring.keys : key,
+                work.head, work.batch);
           }
         }
       }
@@ -205,16 +218,14 @@ __device__ __forceinline__ void multiply_grad_scores(
 
 // The consumer that the third warpgroup is: gradients of queries.
 template <class T, int kHeadDim, Scores kScores>
-__device__ __forceinline__ void run_grad_query_consumer(
-    const Backward<T>& p, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
-  constexpr bool kLimited = are_limited(kScores);
+__device__ __forceinline__ void run_grad_query_consumer(const Backward<T>& p, Memory<T, kHeadDim, kScores>& memory) {
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4);
   const GmmaDescriptor all_keys(memory.own[0].keys[0]), all_grad_scores(memory.grad_scores[0]);
   auto& space = memory.spaces[kHopperBlockM / 16 + warp];
-  PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kOwnStages> own_pipe;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kGradScoreStages> ds_pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kStages> pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kWorkStages> work_pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kOwnStages> own_pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kGradScoreStages> ds_pipe;
   for (;; work_pipe.next(), own_pipe.next()) {
     memory.kv_full[work_pipe.index].wait(work_pipe.phase);
     const auto& item = memory.work_items[work_pipe.index];
@@ -252,14 +263,22 @@ __device__ __forceinline__ void add_bias_of_rows(float (&scores)[kCount], float 
   }
 }
 
-// Scales the scores, adds the bias of a lane's two keys and takes row maxima off, which are 0 then.
+// Scales the scores and adds the bias of a lane's two keys.
+template <int kCount>
+__device__ __forceinline__ void scale_and_add_bias_of_rows(
+    float (&scores)[kCount], float scale, float bias0, float bias8) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    scores[i] = fmaf(scores[i], scale, i % 4 < 2 ? bias0 : bias8);
+  }
+}
+
+// Takes row maxima off, which are 0 then.
 template <int kBlockN>
-__device__ __forceinline__ void finish_biased_rows(
-    float (&scores)[kBlockN / 2], float2 (&row_maxima)[kBlockN / 8], float scale, float bias0, float bias8) {
+__device__ __forceinline__ void subtract_row_maxima(float (&scores)[kBlockN / 2], float2 (&row_maxima)[kBlockN / 8]) {
 #pragma unroll
   for (int i = 0; i < kBlockN / 2; ++i) {
-    const float2 row_max = row_maxima[i / 4];
-    scores[i] = fmaf(scores[i], scale, i % 4 < 2 ? bias0 : bias8) - (i % 2 ? row_max.y : row_max.x);
+    scores[i] -= i % 2 ? row_maxima[i / 4].y : row_maxima[i / 4].x;
   }
 #pragma unroll
   for (float2& row_max : row_maxima) {
@@ -325,8 +344,9 @@ __device__ __forceinline__ void store_gradients(
 
 template <class T, int kHeadDim, Scores kScores, bool kWithQueries>
 __device__ __forceinline__ void run_consumer(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
-  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores), kMayAddToKeys = may_add_to_keys(kScores);
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kScores>& memory) {
+  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores), kMayBeBiased = may_be_biased(kScores),
+                 kHasTile = have_tile(kScores);
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
@@ -334,10 +354,10 @@ __device__ __forceinline__ void run_consumer(
   const bool drops = attention::drops<kScores>(p.scoring);
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
   const float of_dropout = drops ? dropout.factor() : 1.0f;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kOwnStages> own_pipe;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kGradScoreStages> ds_pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kStages> pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kWorkStages> work_pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kOwnStages> own_pipe;
+  PipelineState<Memory<T, kHeadDim, kScores>::kGradScoreStages> ds_pipe;
   const auto& own = memory.own[0];
   const GmmaDescriptor own_keys(own.keys[0] + 64 * warpgroup * kPanel),
       own_values(own.values[0] + 64 * warpgroup * kPanel);
@@ -385,7 +405,7 @@ __device__ __forceinline__ void run_consumer(
     const float bias0 = bias_of(token0), bias8 = bias_of(token8);
     const bool biased = __any_sync(0xffffffffu, bias0 != 0 || bias8 != 0);
     // Else keys that do not exist are all that is masked, for which row_max is not known.
-    const bool scaled = kMayAddToKeys && biased && key_bias != nullptr;
+    const bool scaled = kHasTile || (kMayBeBiased && biased && key_bias != nullptr);
 
     float grad_key[kHeadDim / 2] = {}, grad_value[kHeadDim / 2] = {};
     float probs[kBlockN / 2], grads[kBlockN / 2];
@@ -434,7 +454,7 @@ __device__ __forceinline__ void run_consumer(
         float2 row_maxima[kBlockN / 8];
 #pragma unroll
         for (int n = 0; n < kBlockN / 8; ++n) {
-          row_maxima[n] = of_rows(kPlain && !(kMayAddToKeys && scaled) ? 0 : 2, n);
+          row_maxima[n] = of_rows(kPlain && !(kMayBeBiased && scaled) ? 0 : 2, n);
         }
         if (drops) {
           kept.find(dropout, work.matrix, item.tokens[warp_tile], groups);
@@ -443,10 +463,17 @@ __device__ __forceinline__ void run_consumer(
         are_added();
         warpgroup_fence_operand(probs);
         finish_scores<T, kBlockN, kPlain, true>(probs, p.scoring, item, groups);
+        if constexpr (kHasTile) {
+          const BiasBoxes<kBlockN, kHopperBlockM> boxes(sweep.lists.log_other, sweep.lists.log_block);
+          scale_and_add_tile<T, true>(probs, memory.biases[pipe.index], boxes, warp_tile, p.scoring.scale);
+        } else if (scaled) {
+          scale_and_add_bias_of_rows(probs, p.scoring.scale, bias0, bias8);
+        }
+        if (biased && (kHasTile || !scaled)) {
+          add_bias_of_rows<kPlain && !kHasTile>(probs, bias0, bias8);
+        }
         if (scaled) {
-          finish_biased_rows<kBlockN>(probs, row_maxima, p.scoring.scale, bias0, bias8);
-        } else if (biased) {
-          add_bias_of_rows<kPlain>(probs, bias0, bias8);
+          subtract_row_maxima<kBlockN>(probs, row_maxima);
         }
         if (!live.is_whole<kBlockN>()) {
           mask_scores<kBlockN, true, kLimited>(
@@ -524,10 +551,10 @@ constexpr int kColumnThreads = kHopperThreads<1> + (kGradQueryApart<kHeadDim, kW
 
 template <class T, int kHeadDim, Scores kScores, bool kWithQueries>
 __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) columns_on_hopper_kernel(
-    const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
-    TileScheduler scheduler) {
+    const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep,
+    const __grid_constant__ MapsOf<kScores> maps, TileScheduler scheduler) {
   extern __shared__ unsigned char shared[];
-  using M = Memory<T, kHeadDim, are_limited(kScores)>;
+  using M = Memory<T, kHeadDim, kScores>;
   using Tuning = typename M::Tuning;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
@@ -620,13 +647,20 @@ void columns_on_hopper(
                     tensor_map(grad_key, 16),       tensor_map(grad_value, 16)};
     const auto run = [&](auto kind, auto with_queries) {
       constexpr Scores kScores = decltype(kind)::value;
+      using M = Memory<T, kHeadDim, kScores>;
+      MapsOf<kScores> all_maps{maps};
+      if constexpr (M::kHasTile) {
+        all_maps.bias = map_of_bias(
+            p.scoring.rpe, query.scalar_type(), query.size(0), p.heads, p.scoring.queries, p.scoring.keys, box,
+            std::min(own_box, kPanel));
+      }
       with_scheduler(
           launch, &p.state->column_tickets, sweep.lists, copies, 1,
           [&](const TileScheduler& scheduler, int64_t blocks) {
             launch.with_shared_memory(
                 columns_on_hopper_kernel<T, kHeadDim, kScores, decltype(with_queries)::value>, blocks,
-                kColumnThreads<kHeadDim, decltype(with_queries)::value>,
-                sizeof(Memory<T, kHeadDim, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, scheduler);
+                kColumnThreads<kHeadDim, decltype(with_queries)::value>, sizeof(M) + kPanelAlignment, p, sweep,
+                all_maps, scheduler);
           });
     };
     if (p.grad_query_sums.data == nullptr) {

@@ -15,7 +15,7 @@ namespace ds_sparse::attention {
 template <class T, int kHeadDim, Scores kScores>
 struct ForwardConsumer {
   using M = ForwardMemory<T, kHeadDim, kScores>;
-  static constexpr bool kPlain = are_plain(kScores), kLimited = M::kLimited, kMayAddToKeys = may_add_to_keys(kScores);
+  static constexpr bool kPlain = are_plain(kScores), kLimited = M::kLimited, kMayBeBiased = may_be_biased(kScores);
   static constexpr int kBlockN = M::kBlockN;
   // With one consumer group a warpgroup multiplies the last probabilities and values while it does a softmax.
   static constexpr bool kOverlaps = M::Tuning::kConsumerGroups == 1;
@@ -29,7 +29,7 @@ struct ForwardConsumer {
   const int consumer_group, thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread);
   // Of row maxima, and of scores unless these are not scaled yet, where maxima are.
-  const float softmax_scale_log2 = kPlain && !kMayAddToKeys ? p.scoring.scale * kLog2E : kLog2E;
+  const float softmax_scale_log2 = kPlain && !kMayBeBiased ? p.scoring.scale * kLog2E : kLog2E;
   // A new maximum becomes row_max only where it is this far above the last: by a factor of 256 for probabilities.
   const float rescale_threshold = 8 / softmax_scale_log2;
   const bool drops = attention::drops<kScores>(p.scoring);
@@ -91,7 +91,7 @@ struct ForwardConsumer {
     // NaN where a sum is.
     const float factor0 = rows.row_sum0 == 0 ? 0.0f : of_dropout / rows.row_sum0,
                 factor8 = rows.row_sum8 == 0 ? 0.0f : of_dropout / rows.row_sum8;
-    const float to_row_max = kPlain && !kMayAddToKeys ? p.scoring.scale : 1.0f;
+    const float to_row_max = kPlain && !kMayBeBiased ? p.scoring.scale : 1.0f;
     const RowMaxSum stats0(rows.row_max0 * to_row_max, rows.row_sum0),
         stats8(rows.row_max8 * to_row_max, rows.row_sum8);
     note_not_finite(output, memory.work_items[summed_stage].tokens + tile_row0, p.state, rows.row_sum0, rows.row_sum8);
@@ -132,19 +132,24 @@ struct ForwardConsumer {
     }
   }
 
-  // From products to scores. kMayAddToKeys: returns whether they are scaled.
+  // From products to scores. kMayBeBiased: returns whether they are scaled.
   __device__ __forceinline__ bool mask(ScoresOfStep& scores, const LiveGroups& live) const {
-    bool scaled = false;
+    bool scaled = M::kHasTile;
     const Octet* groups = memory.groups[pipe.index];
+    if constexpr (M::kHasTile) {
+      const BiasBoxes<kHopperBlockM, kBlockN> boxes(p.lists.log_block, p.lists.log_other);
+      scale_and_add_tile<T, false>(scores, memory.biases[pipe.index], boxes, warp_tile, p.scoring.scale);
+      fence_view_async_shared();  // as pairs below
+    }
     finish_scores<T, kBlockN, kPlain>(scores, p.scoring, item(), groups);
     if (!live.is_whole<kBlockN>()) {
-      if constexpr (kMayAddToKeys) {
+      if constexpr (kMayBeBiased && !M::kHasTile) {
         scaled = p.scoring.key_bias != nullptr && live.ragged() != 0;
         if (scaled) {
           scale_and_add_key_bias<kBlockN>(scores, live, groups, p.scoring, item().work);
         }
       } else {
-        add_key_bias<kBlockN, kPlain>(scores, live, groups, p.scoring, item().work);
+        add_key_bias<kBlockN, kPlain && !M::kHasTile>(scores, live, groups, p.scoring, item().work);
       }
       mask_scores<kBlockN, false, kLimited, M::kPacked>(
           scores, live, groups, item(), p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
@@ -161,10 +166,10 @@ struct ForwardConsumer {
       const ScoresOfStep& scores, bool scaled, float& rescale0, float& rescale8) {
     return rows.update_row_max(
         scores, softmax_scale_log2, rescale_threshold, rescale0, rescale8,
-        kMayAddToKeys && !scaled ? p.scoring.scale : 1.0f);
+        kMayBeBiased && !scaled ? p.scoring.scale : 1.0f);
   }
   __device__ __forceinline__ float2 exponentiate(ScoresOfStep& scores, bool scaled) const {
-    if constexpr (kMayAddToKeys) {
+    if constexpr (kMayBeBiased) {
       if (scaled && rows.have_large_max()) {
         rows.subtract_row_max(scores);
         return rows.exponentiate(scores, kLog2E, 0);

@@ -8,9 +8,14 @@
 
 namespace ds_sparse::attention {
 
-template <class T, int kHeadDim, Scores kScores>
-struct alignas(kPanelAlignment) ForwardMemory {
-  using Tuning = ForwardTuning<kHeadDim, are_plain(kScores)>;
+template <int kHeadDim, Scores kScores>
+using ForwardTuningOf = ForwardTuning<kHeadDim, are_plain(kScores), have_tile(kScores)>;
+
+template <class T, int kHeadDim, Scores kScores, class Tuned = ForwardTuningOf<kHeadDim, kScores>>
+struct alignas(kPanelAlignment) ForwardMemory
+    : BiasTiles<T, have_tile(kScores), kHopperBlockM, Tuned::kBlockN, Tuned::kStages> {
+  using Tuning = Tuned;
+  static constexpr bool kHasTile = have_tile(kScores);
   static constexpr int kBlockN = Tuning::kBlockN, kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages;
   static constexpr bool kLimited = are_limited(kScores), kPacked = are_packed(kScores);
   struct Stage {

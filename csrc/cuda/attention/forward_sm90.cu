@@ -95,7 +95,7 @@ enum class Loads { kBoth, kKeys, kValues };
 template <Loads kLoads, class T, int kHeadDim, Scores kScores>
 __device__ __forceinline__ void run_producer(
     const Forward<T>& p, ForwardMemory<T, kHeadDim, kScores>& memory, const CUtensorMap* key_map,
-    const CUtensorMap* value_map) {
+    const CUtensorMap* value_map, const BiasMap<have_tile(kScores)>& bias_map) {
   using M = ForwardMemory<T, kHeadDim, kScores>;
   constexpr int kBlockN = M::kBlockN;
   constexpr bool kLimited = M::kLimited;
@@ -144,10 +144,19 @@ __device__ __forceinline__ void run_producer(
           const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
           Barrier& full = memory.k_full[pipe.index];
           memory.k_empty[pipe.index].wait(pipe.phase ^ 1);
-          announce_step<kBlockN, kLimited>(
-              memory, pipe.index, full, here, live, sizeof(memory.stages[0].keys), p.lists, item.work, step);
+          constexpr int kBytes = sizeof(memory.stages[0].keys) + M::kTileBytes;
+          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, kBytes, p.lists, item.work, step);
           if (boxes.any) {
             boxes.copy(memory.stages[pipe.index].keys, key_map, &full, here.token_in_memory, head, batch);
+          }
+          if constexpr (M::kHasTile) {
+            const BiasBoxes<kHopperBlockM, kBlockN> of_bias(p.lists.log_block, p.lists.log_other);
+            const int2 box = of_bias.box();
+            const int key = __shfl_sync(0xffffffffu, here.group.token, box.y / 16);
+            const int query = box.x < kHopperBlockM ? item.tokens[box.x] : -1;
+            of_bias.copy(
+                memory.biases[pipe.index], &bias_map.bias, &full, p.scoring.rpe, query < 0 ? p.scoring.queries : query,
+                key, item.work.head, batch);
           }
         }
         if constexpr (kLoads == Loads::kBoth) {
@@ -169,12 +178,15 @@ __device__ __forceinline__ void run_producer(
   }
 }
 
+template <Scores kScores>
+struct OtherMaps : OutputMaps<are_packed(kScores)>, BiasMap<have_tile(kScores)> {};
+
 template <class T, int kHeadDim, Scores kScores>
-__global__ void __launch_bounds__(kHopperThreads<ForwardTuning<kHeadDim, are_plain(kScores)>::kConsumerGroups>, 1)
+__global__ void __launch_bounds__(kHopperThreads<ForwardTuningOf<kHeadDim, kScores>::kConsumerGroups>, 1)
     forward_on_hopper_kernel(
         const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
         const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map,
-        const __grid_constant__ OutputMaps<are_packed(kScores)> output_maps, TileScheduler scheduler) {
+        const __grid_constant__ OtherMaps<kScores> other_maps, TileScheduler scheduler) {
   extern __shared__ unsigned char shared[];
   using M = ForwardMemory<T, kHeadDim, kScores>;
   using Tuning = typename M::Tuning;
@@ -201,17 +213,22 @@ __global__ void __launch_bounds__(kHopperThreads<ForwardTuning<kHeadDim, are_pla
     run_consumer<T, kHeadDim, kScores>(p, memories[consumer_group], consumer_group);
   };
   const auto schedule = [&](int consumer_group) {
-    run_scheduler(p, memories[consumer_group], &query_map, output_maps, scheduler, consumer_group);
+    run_scheduler<T, kHeadDim, kScores>(p, memories[consumer_group], &query_map, other_maps, scheduler, consumer_group);
   };
   if constexpr (Tuning::kProducerWarps == 2) {
     run_roles<kConsumerGroups, Tuning::kProducerRegisters, Tuning::kConsumerRegisters>(
         consume, schedule,
-        [&](int consumer_group) { run_producer<Loads::kKeys>(p, memories[consumer_group], &key_map, &value_map); },
-        [&](int consumer_group) { run_producer<Loads::kValues>(p, memories[consumer_group], &key_map, &value_map); });
+        [&](int consumer_group) {
+          run_producer<Loads::kKeys>(p, memories[consumer_group], &key_map, &value_map, other_maps);
+        },
+        [&](int consumer_group) {
+          run_producer<Loads::kValues>(p, memories[consumer_group], &key_map, &value_map, other_maps);
+        });
   } else {
     run_roles<kConsumerGroups, Tuning::kProducerRegisters, Tuning::kConsumerRegisters>(
-        consume, schedule,
-        [&](int consumer_group) { run_producer<Loads::kBoth>(p, memories[consumer_group], &key_map, &value_map); });
+        consume, schedule, [&](int consumer_group) {
+          run_producer<Loads::kBoth>(p, memories[consumer_group], &key_map, &value_map, other_maps);
+        });
   }
 }
 
@@ -229,17 +246,21 @@ void forward_on_hopper(
     const int box = std::min(1 << p.lists.log_other, kBlockN),
               own_box = std::min(1 << p.lists.log_block, kHopperBlockM);
     const CUtensorMap query_map = tensor_map_of_rows(query, own_box);
-    OutputMaps<M::kPacked> output_maps{tensor_map_of_rows(output, own_box)};
+    OtherMaps<kScores> other_maps{{tensor_map_of_rows(output, own_box)}};
     if constexpr (M::kPacked) {
-      output_maps.warp_tile = tensor_map(output, 16);
+      other_maps.warp_tile = tensor_map(output, 16);
     }
     const CUtensorMap key_map = tensor_map(key, box), value_map = tensor_map(value, box);
+    if constexpr (M::kHasTile) {
+      other_maps.bias = map_of_bias(
+          p.scoring.rpe, query.scalar_type(), query.size(0), p.heads, p.scoring.queries, p.scoring.keys, own_box, box);
+    }
     with_scheduler(
         launch, &p.state->row_tickets, p.lists, copies, kConsumerGroups,
         [&](const TileScheduler& scheduler, int64_t blocks) {
           launch.with_shared_memory(
               forward_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<kConsumerGroups>,
-              kConsumerGroups * sizeof(M) + kPanelAlignment, p, query_map, key_map, value_map, output_maps, scheduler);
+              kConsumerGroups * sizeof(M) + kPanelAlignment, p, query_map, key_map, value_map, other_maps, scheduler);
         });
   });
 }

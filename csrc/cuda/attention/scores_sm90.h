@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "bias_tile_sm90.h"
 #include "dropout_mask.h"
 #include "mask_sm90.h"
 
@@ -12,18 +13,21 @@ namespace ds_sparse::attention {
 
 // The kinds of scores that kernels are made for: products times a positive number, which exponents can take with them,
 // or masked; the same with documents packed in a row; with dropout, and biases of keys; limited token by token; all
-// else; and with biases of keys alone.
-enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions, kBiased };
+// else; with biases of keys alone; and with a bias of pairs in tiles, and perhaps of keys.
+enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions, kBiased, kTiled };
 constexpr bool are_packed(Scores scores) { return scores == Scores::kPacked; }
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
 // By a window or pair by pair, perhaps.
 constexpr bool are_limited(Scores scores) { return scores == Scores::kLimited || scores == Scores::kOptions; }
-// Plain but for steps with biases of keys, perhaps: their scores are scaled first, and so are all row maxima.
-constexpr bool may_add_to_keys(Scores scores) { return scores == Scores::kDropped || scores == Scores::kBiased; }
+constexpr bool have_tile(Scores scores) { return scores == Scores::kTiled; }
+// Plain but for steps with biases: their scores are scaled first, and so are all row maxima.
+constexpr bool may_be_biased(Scores scores) {
+  return scores == Scores::kDropped || scores == Scores::kBiased || have_tile(scores);
+}
 // Thresholds of dropout are those of fp16 numbers; others are left to kOptions.
 constexpr bool drops_by_halves(Scores scores) { return scores == Scores::kDropped; }
-// For passes without kernels for dropout and biases of keys.
-constexpr Scores with_any_option(Scores scores) { return may_add_to_keys(scores) ? Scores::kOptions : scores; }
+// For passes without kernels for dropout and biases.
+constexpr Scores with_any_option(Scores scores) { return may_be_biased(scores) ? Scores::kOptions : scores; }
 
 // True where probabilities are dropped.
 template <Scores kScores>
@@ -216,9 +220,11 @@ void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head
     const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr || scoring.chosen.bits != nullptr;
     if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
       f(padded, std::integral_constant<Scores, Scores::kPacked>{});
+    } else if (scoring.plain_but_for_rpe() && is_read_in_tiles(scoring.rpe) && !limited && !scoring.drops()) {
+      f(padded, std::integral_constant<Scores, Scores::kTiled>{});
     } else if (
-        !scoring.plain_without_keys() || (limited && (scoring.drops() || scoring.adds_to_keys())) ||
-        scoring.dropout_threshold > Dropout::kLargestHalf) {
+        !scoring.plain_but_for_rpe() || scoring.rpe.kind != Bias::kNone ||
+        (limited && (scoring.drops() || scoring.adds_to_keys())) || scoring.dropout_threshold > Dropout::kLargestHalf) {
       f(padded, std::integral_constant<Scores, Scores::kOptions>{});
     } else if (limited) {
       f(padded, std::integral_constant<Scores, Scores::kLimited>{});

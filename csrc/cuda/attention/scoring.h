@@ -122,11 +122,9 @@ struct Scoring {
 
   // True where scores are products times a positive number, which exponents can take with them, or masked. Exponents of
   // others, which may be large, are differences first.
-  bool plain() const { return plain_without_keys() && !adds_to_keys(); }
-  // The same of scores with no bias of keys.
-  bool plain_without_keys() const {
-    return scale > kLeastPlainScale && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone;
-  }
+  bool plain() const { return plain_but_for_rpe() && rpe.kind == Bias::kNone && !adds_to_keys(); }
+  // The same without a look at rpe, and at numbers added to keys.
+  bool plain_but_for_rpe() const { return scale > kLeastPlainScale && attn_mask.kind == Bias::kNone; }
   bool adds_to_keys() const { return key_bias != nullptr && !only_masks_keys; }
   __host__ __device__ bool drops() const { return dropout_seed != nullptr; }
 

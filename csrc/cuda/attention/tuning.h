@@ -36,14 +36,18 @@ constexpr int kSplitsAtOnce = 4, kCombineBlocks = 4;
 
 constexpr int kConsumerWarpgroups = 2;  // of a consumer group, with kHopperBlockM / kConsumerWarpgroups rows each
 
-template <int kHeadDim, bool kPlain>
+// kHasTile: each stage has a tile of a bias besides.
+template <int kHeadDim, bool kPlain, bool kHasTile = false>
 struct ForwardTuning {
   // Short rows leave room for a second consumer group; half as many keys at a time leave registers for it, or for
   // options.
   static constexpr int kConsumerGroups = kHeadDim == 64 && kPlain ? 2 : 1,
-                       kBlockN = kHeadDim == 128 && kPlain ? 128 : 64;
-  // 128 KB of keys and values in all.
-  static constexpr int kStages = 256 * 128 / (kHeadDim * kBlockN * kConsumerGroups), kWorkStages = 2;
+                       kBlockN = kHeadDim == 128 && kPlain && !kHasTile ? 128 : 64;
+  // 128 KB of keys and values in all, or 144 KB at most with tiles, which take 16 KB each.
+  static constexpr int kStages = !kHasTile        ? 256 * 128 / (kHeadDim * kBlockN * kConsumerGroups)
+                                 : kHeadDim == 64 ? 2
+                                                  : 3,
+                       kWorkStages = 2;
   // To start a step's copies takes a warp as long as the step where blocks are small: one for keys and one for values,
   // where there are as many warps.
   static constexpr int kProducerWarps = kConsumerGroups == 1 ? 2 : 1;
@@ -51,12 +55,14 @@ struct ForwardTuning {
   static constexpr int kConsumerRegisters = kConsumerGroups == 1 ? 232 : 112;
 };
 
-template <int kHeadDim>
+// kHasTile: as of ForwardTuning.
+template <int kHeadDim, bool kHasTile = false>
 struct ColumnsTuning {
   static constexpr int kBlockN = 64;
   // Registers reach for a third warpgroup, which makes the gradients of queries where they are asked for.
   static constexpr bool kHasThirdWarpgroup = kHeadDim == 64;
-  static constexpr int kStages = kHeadDim == 64 ? 4 : 3, kWorkStages = 2, kOwnStages = kHeadDim == 64 ? 2 : 1;
+  static constexpr int kStages = (kHeadDim == 64 ? 4 : 3) - (kHasTile ? 1 : 0), kWorkStages = 2,
+                       kOwnStages = kHeadDim == 64 && !kHasTile ? 2 : 1;
   static constexpr int kGradScoreStages = kHasThirdWarpgroup ? 2 : 1;
   static constexpr int kProducerWarps = 2;
   // All that the kernel starts with.

@@ -15,12 +15,12 @@
 
 namespace ds_sparse {
 
-// `x`: of 16 bits, its last dimension adjacent. Sizes, boxes: of each dimension of the map, the innermost first, and
-// strides in bytes, of all but that; `swizzle`: of so many bytes, 32 or 128, the width of a box. What is outside of the
-// tensor is zeros, and is not stored. A Launcher on the tensor's device lives in the same thread.
+// Of 16 bits, the last dimension adjacent. Sizes, boxes: of each dimension of the map, the innermost first, and
+// strides in bytes, of all but that; `swizzle`: of so many bytes, 32, 64 or 128, the width of a box. What is outside of
+// the tensor is zeros, and is not stored. A Launcher on the tensor's device lives in the same thread.
 template <int kRank>
 CUtensorMap encode_map(
-    const Tensor& x, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
+    const void* data, ScalarType type, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
     const cuuint32_t (&boxes)[kRank], int swizzle) {
   using Encode = CUresult (*)(
       CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -39,12 +39,20 @@ CUtensorMap encode_map(
   std::fill_n(steps, kRank, 1);
   CUtensorMap map;
   const CUresult result = encode(
-      &map, x.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      kRank, const_cast<void*>(x.const_data_ptr()), sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle == 32 ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, type == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank,
+      const_cast<void*>(data), sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      swizzle == 32   ? CU_TENSOR_MAP_SWIZZLE_32B
+      : swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                      : CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with ", result, ".");
   return map;
+}
+template <int kRank>
+CUtensorMap encode_map(
+    const Tensor& x, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
+    const cuuint32_t (&boxes)[kRank], int swizzle) {
+  return encode_map<kRank>(x.const_data_ptr(), x.scalar_type(), sizes, strides, boxes, swizzle);
 }
 
 // Strides of (B, H, tokens, D), in bytes.
