@@ -88,6 +88,33 @@ def fused(problem: Problem) -> Peer:
     return Peer(lambda query, key, value: attention(query, key, value, index))
 
 
+def with_option(make: Callable[[Problem], dict[str, Any]], least_error: float = 0.0) -> Build:
+    """Fused attention with an option that leaves results as they are, to an error: what it costs is the ratio to
+    ds_sparse."""
+
+    def build(problem: Problem) -> Peer:
+        index, options = BlockIndex.build(problem.layout, problem.case.block), make(problem)
+        attention: Callable[..., Any] = block_sparse_attention
+        return Peer(lambda query, key, value: attention(query, key, value, index, **options), least_error=least_error)
+
+    return build
+
+
+def ones(problem: Problem, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.ones(shape, dtype=dtype or problem.dtype, device=problem.device)
+
+
+OPTIONS: dict[str, Build] = {
+    "with-mask": with_option(lambda p: {"key_padding_mask": ones(p, 1, p.case.seq_len, dtype=torch.float32)}),
+    "with-rpe": with_option(lambda p: {"rpe": ones(p, p.case.heads, p.case.seq_len, p.case.seq_len)}),
+    "with-distance": with_option(lambda p: {"distance_bias": ones(p, p.case.heads, 2 * p.case.seq_len - 1)}),
+    "with-sinks": with_option(lambda p: {"sinks": ones(p, p.case.heads) * float("-inf")}),
+    "with-dropout": with_option(lambda p: {"dropout_p": 2.0**-15}, least_error=0.02),
+}
+"""Options of our own calls. A number that is added to all scores changes no softmax, and one probability in 32,768 that
+is dropped little; it costs what any other does."""
+
+
 def composition(problem: Problem) -> Peer:
     return Peer(our_operations(problem.layout, problem.case.block, problem.case.head_dim)["attention"])
 
@@ -133,6 +160,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a first look: at most 3 rounds, and no peer that has to be compiled"
     )
+    parser.add_argument(
+        "--options",
+        action="store_true",
+        help="in place of peers, ds_sparse with one option each: a mask of keys that is added, rpe, distance_bias, "
+        "sinks, dropout; 'x ours' is its ratio to the plain call",
+    )
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -142,6 +175,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def names(args: argparse.Namespace) -> list[str]:
+    if args.options and not args.peers:
+        return [OURS, *OPTIONS]
     if args.peers or args.growth:
         return args.peers or [OURS]
     if args.break_even:
@@ -220,7 +255,7 @@ def fastest(results: list[Result]) -> Iterator[str]:
         if row is None:
             yield f"{start} {'-':>8}"
             continue
-        best = result.fastest(direction, but=(OURS,))
+        best = result.fastest(direction, but=(OURS, *OPTIONS))
         said = f"{best.name} {number(best.to_ours)}" if best else "-"
         yield f"{start} {in_three_digits(row.milliseconds):>8} {row.tflops:8.3g} {number(row.to_floor):>8} {said:>20}"
 
@@ -312,6 +347,7 @@ OPERATION = Operation(
     problem=Problem,
     peers={
         OURS: fused,
+        **OPTIONS,
         "composition": composition,
         "sdpa": sdpa(),
         "sdpa-mask": sdpa(mask=lambda problem: to_token_mask(problem.layout, problem.case.block)[None]),

@@ -159,7 +159,7 @@ class AttentionProblem(ABC):
                 tensors = [self._of_group(mine[batch], head).flatten(0, 1), *others]
                 ours, plain, right, terms = (pad(x, (0, 0, 0, -len(x) % self.part)) for x in tensors)
                 place = f"{what}, batch {batch}, head {head}"
-                require_as_accurate(place, ours, plain, right, len(ours) // self.part, terms)
+                require_as_accurate(place, ours, plain, right, len(ours) // self.part, terms, least=peer.least_error)
 
     def _of_group(self, x: Tensor, head: int) -> Tensor:
         """Those of (H or Hkv, T, D) that share a key head with a query head."""

@@ -47,6 +47,7 @@ class Peer:
         arranged: from an input of the problem to what `call` takes, such as `tokens_first`.
         as_row: from what `call` takes or returns to the shape of the problem's inputs.
         lengths: of the documents that it computes, from the row's start; None: all of the case.
+        least_error: the relative error of a result that is allowed at any rate: of one that drops something.
         filled: the part of the scores in the blocks that are computed that is live; None where it is not known.
     """
 
@@ -58,6 +59,7 @@ class Peer:
     arranged: Callable[[Tensor], Tensor] = as_given
     as_row: Callable[[Tensor], Tensor] = as_given
     lengths: tuple[int, ...] | None = None
+    least_error: float = 0.0
     filled: float | None = None
 
 

@@ -102,11 +102,12 @@ def test_a_name_says_what_a_cpu_runs_and_what_is_cut_to_one_case_runs_once(capsy
         ("--break-even", ["ds_sparse", "sdpa"]),
         ("--growth", ["ds_sparse"]),
         ("--growth --peers sdpa", ["sdpa"]),
+        ("--options", ["ds_sparse", *attention.OPTIONS]),
     ],
 )
 def test_the_peers_that_are_measured_by_default(options, names):
     chosen = Namespace(
-        peers=["sdpa"] if "sdpa" in options else None, growth="--growth" in options,
+        peers=["sdpa"] if "sdpa" in options else None, growth="--growth" in options, options="--options" in options,
         break_even="--break-even" in options, quick="--quick" in options, device="cpu",
     )  # fmt: skip
     assert attention.names(chosen) == names
