@@ -150,6 +150,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a window and one global block over 8k to 128k tokens, and one head of 1M, in place of the table",
     )
+    grids.add_argument(
+        "--options",
+        action="store_true",
+        help="ds_sparse with one option each, in place of the default peers: a mask of keys that is added, rpe, "
+        "distance_bias, sinks, dropout; 'x ours' is its ratio to the plain call",
+    )
     add_cases(parser, TABLE, "fixed-*,random-64")
     add_peers(
         parser,
@@ -161,12 +167,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a first look: at most 3 rounds, and no peer that has to be compiled"
     )
-    parser.add_argument(
-        "--options",
-        action="store_true",
-        help="in place of peers, ds_sparse with one option each: a mask of keys that is added, rpe, distance_bias, "
-        "sinks, dropout; 'x ours' is its ratio to the plain call",
-    )
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -176,8 +176,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def names(args: argparse.Namespace) -> list[str]:
-    if args.options and not args.peers:
-        return [OURS, *OPTIONS]
+    if args.options:
+        return [*(args.peers or [OURS]), *OPTIONS]
     if args.peers or args.growth:
         return args.peers or [OURS]
     if args.break_even:

@@ -76,7 +76,7 @@ class OnDevice:
 
     @property
     def device(self) -> torch.device:
-        """Where the index is; kinds that each call asks name a tensor."""
+        """Where the index is; kinds that every call asks say it of one tensor themselves, which is faster."""
         return next(self._tensors()).device
 
     def ready(self) -> Self:

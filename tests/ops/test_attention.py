@@ -212,6 +212,26 @@ def test_dropout_over_long_lists_and_many_heads(device: str, head_dim: int, dtyp
     check(device, dtype, torch.ones(4, 20, dtype=torch.bool), 64, options={"dropout_p": 0.2}, **sizes)
 
 
+def test_dropout_of_nearly_all(device: str):
+    check(device, torch.bfloat16, torch.ones(2, 12, dtype=torch.bool), 64, options={"dropout_p": 0.97}, head_dim=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_biases_of_16_bits_beside_numbers_added_to_keys(device: str, block: int, head_dim: int, dtype: torch.dtype):
+    """Of pairs of tokens, some of which are masked, and of keys that are left out, nearly left out, or neither."""
+    layout = torch.rand(2, 5, 6, generator=seeded()) < 0.6
+    queries, keys = 5 * block, 6 * block
+    rpe = random(seeded(1), 1, 2, queries, keys)
+    rpe[..., ::7] = -torch.inf
+    of_keys = random(seeded(2), 2, keys)
+    of_keys[0, keys // 2 :] = -10000.0
+    of_keys[1, : keys // 3] = -torch.inf
+    of_keys[1, keys // 3 : keys // 2] = 0
+    check(device, dtype, layout, block, {"rpe": rpe, "key_padding_mask": of_keys}, head_dim=head_dim)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mask", ["attn_mask", "key_padding_mask"])
 def test_gradients_of_rows_that_have_large_negatives_only(device: str, mask: str, dtype: torch.dtype):

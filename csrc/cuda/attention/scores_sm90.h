@@ -26,7 +26,7 @@ constexpr bool may_be_biased(Scores scores) {
 }
 // Thresholds of dropout are those of fp16 numbers; others are left to kOptions.
 constexpr bool drops_by_halves(Scores scores) { return scores == Scores::kDropped; }
-// For passes without kernels for dropout and biases.
+// For the sweep by rows, which has no kernels for dropout and biases alone.
 constexpr Scores with_any_option(Scores scores) { return may_be_biased(scores) ? Scores::kOptions : scores; }
 
 // True where probabilities are dropped.

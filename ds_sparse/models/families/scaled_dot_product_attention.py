@@ -48,7 +48,7 @@ class ScaledDotProductAttention(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        assert isinstance(layers, _TriedLayers), "of of_this_family"
+        assert isinstance(layers, _TriedLayers), "layers have to come from of_this_family"
         for name, (layer, error) in layers.failed.items():
             check_in_the_manner(name, layer, error)
         tried = layers.tried
