@@ -87,7 +87,7 @@ def compared_modernbert(rates: Rates, folder: Path = COMMITTED) -> Compared:
     model, tokens = NAMED["modernbert-base"], row["rows"] * row["seq_len"]
     parameters = model.parameters(row["seq_len"])
     step = rates.work(whole_model(model).both * tokens + Work(moved=BF16_ADAMW_BYTES * parameters))
-    memory = memory_of(model, Settings(row["rows"], offloads=True), row["seq_len"])
+    memory = memory_of(model, without_optimizer(row["rows"]), row["seq_len"])
     gib = (memory.total + BF16_ADAMW_STATES * parameters) / GIB
     what = "ModernBERT-base, forward, backward and AdamW"
     return Compared(what, "none", row["seq_len"], row["milliseconds"], step, row["peak_gib"], gib)
@@ -117,7 +117,12 @@ def compared_on_several(results: Results, rates: Rates) -> Iterator[Compared]:
         )
 
 
+def without_optimizer(sequences: int) -> Settings:
+    """Settings of a step that is measured without an optimizer: states that are offloaded take no memory of a GPU."""
+    return Settings(sequences, offloads=True)
+
+
 def bert_gib(step: BertStep) -> float:
     """Memory of a step of `python -m benchmarks bert`, predicted."""
-    of_all = memory_of(bert_model(step.device, step.dropout), Settings(step.batch, offloads=True), step.seq_len)
+    of_all = memory_of(bert_model(step.device, step.dropout), without_optimizer(step.batch), step.seq_len)
     return replace(of_all, logits=of_all.logits * (1.0 if step.predicts_all else LABELLED)).total / GIB

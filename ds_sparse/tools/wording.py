@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -92,3 +93,12 @@ def hint_of_text(value: Any) -> str:
 
 
 _SPELLINGS = {"True": "true", "False": "false"}
+
+
+@contextmanager
+def or_cannot_be_sparse(what: str) -> Iterator[None]:
+    """Has a ValueError begin with the layer that cannot be sparse."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be sparse. {error}") from error

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig
 
 from ...config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, read_block
 from ...config.block import beyond, layers_of
-from ...models.families._plain import or_cannot_be_sparse
 from ...modules.chosen_attention import LEARNED, LearnedAttention, learned_attention, refuse_options
 from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
@@ -26,7 +25,7 @@ from ...modules.structured_attention import StructuredAttention, whole_blocks
 from ...sparsity import SparsityConfig, adds_parameters
 from ...sparsity.declarations import declared_value
 from ...sparsity.draws import Draws, draws, why_unrepeatable
-from ...tools.wording import show
+from ...tools.wording import or_cannot_be_sparse, show
 from ..transformers_family import NAME
 
 MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"

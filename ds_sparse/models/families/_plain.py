@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from ...modules.code_names import functions_of, name_attention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
 from ...ops.operands import check_attention_operands
 from ...sparsity import SparsityConfig
+from ...tools.wording import or_cannot_be_sparse
 from ..report import NULL, Change, StayDense
 from ..structures import Structures
 
@@ -83,15 +83,6 @@ def tokens_of_layout(model: nn.Module, max_seq_length: int | None) -> int:
 def longest_sequence(config: Any) -> int:
     """Tokens that a layout is built for where none are asked for."""
     return getattr(config, "max_position_embeddings", None) or 2048
-
-
-@contextmanager
-def or_cannot_be_sparse(what: str) -> Iterator[None]:
-    """Has a ValueError begin with the layer that cannot be sparse."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{what} cannot be sparse. {error}") from error
 
 
 def refuse_head_size(name: str, layer: nn.Module, heads: int, head_size: int) -> None:
