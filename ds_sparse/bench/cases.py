@@ -65,6 +65,7 @@ WINDOW = {"num_sliding_window_blocks": 9, "global_block_indices": [0]}
 BIGBIRD = {"num_sliding_window_blocks": 3, "num_random_blocks": 3, "num_global_blocks": 2, "seed": 0}
 SMALL_BIGBIRD = {"num_sliding_window_blocks": 3, "num_random_blocks": 1, "num_global_blocks": 1, "seed": 0}
 QUARTER = {"density": 0.25}
+TENTH = {"density": 0.1}
 
 # fmt: off
 TABLE = [
@@ -87,6 +88,7 @@ TABLE = [
     Case("longformer-128",      "longformer", 128, 2, 16, 16384,  64, WINDOW),
     Case("longformer-128-d128", "longformer", 128, 2, 16, 16384, 128, WINDOW),
     Case("random-64",           "random",     64, 4, 16,  8192,  64, QUARTER),
+    Case("random-64-d128",      "random",     64, 2, 16, 16384, 128, TENTH),
     Case("random-128-d128",     "random",     128, 4, 16, 8192, 128, QUARTER),
 ]
 """Cases that are measured by default: the structures that people configure, and random blocks."""
