@@ -18,8 +18,8 @@ from .._ops import ops
 from ..dispatch import largest_head_dim
 from .operands import empty_as, wide_dtype
 
-LEAST_TOGETHER = {"cpu": 64, "cuda": 8}
-"""Heads that share keys and list, from which products take less time than walks of pairs."""
+LEAST_TOGETHER = 64
+"""Heads that share keys and list, from which products take less time than walks of pairs, on CPUs and on GPUs."""
 
 MOST_PAIRS = 2**23
 """Pairs that are listed at a time for all heads, unless those of one token, or four for each key, are more."""
@@ -68,7 +68,7 @@ def _way_of(x: Any) -> _Pairs | _Products:
     together = x.query.shape[1] // max(x.topk_idxs.shape[1], x.key.shape[1])
     largest = largest_head_dim("sparse_attn", x.query.device)
     is_large = largest is not None and max(x.key.shape[3], x.value.shape[3]) > largest
-    return _Products(x) if is_large or together >= LEAST_TOGETHER[x.query.device.type] else _Pairs(x)
+    return _Products(x) if is_large or together >= LEAST_TOGETHER else _Pairs(x)
 
 
 def _named_keys(x: Any, step: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
