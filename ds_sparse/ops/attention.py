@@ -109,9 +109,9 @@ def block_sparse_attention(
             D, such as a transposed (B, T, H, D) or a part of a packed projection, is read in place where D, offsets and
             other strides are multiples of 8 elements.
         key, value: (B, Hkv, S, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
-        layout: bool, or 0 and 1 as numbers, (R, C), (H, Hkv or 1, R, C) or (B, H, Hkv or 1, R, C), of Hkv one for the
-            heads that share a key head, with R = ceil(T / block), C = ceil(S / block), whose index is built at first
-            use and kept until the tensor is changed; or a `BlockIndex` built from one, on query's device, as
+        layout: bool, or 0 and 1 as numbers, (R, C), (N, R, C) or (B, N, R, C), N being H, 1, or Hkv, where heads that
+            share a key head share a layout, with R = ceil(T / block), C = ceil(S / block), whose index is built at
+            first use and kept until the tensor is changed; or a `BlockIndex` built from one, on query's device, as
             torch.compile and CUDA graphs want (with `causal`, that index's `causal()`), which may be built in a graph.
             Each call compares a tensor on the CPU with what it held, 2 us for 64 x 64 blocks. On a GPU that would wait,
             and a write that PyTorch does not count, such as to `layout.data`, goes unseen, unless
