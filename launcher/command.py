@@ -110,7 +110,7 @@ def _check_block(block: Mapping[str, Any], path: str) -> None:
     except SparseAttentionConfigError as error:
         if mode in modes or not isinstance(mode, str):
             raise
-        more = f"{path}: {BLOCK_KEY}.mode: one that the program registers itself needs a name less like a known one."
+        more = f"{path}: {BLOCK_KEY}.mode: rename it if your program registers it: too similar to a known one."
         raise SparseAttentionConfigError([*error.mistakes, more]) from error
 
 

@@ -80,7 +80,7 @@ def _run(argv: Sequence[str] | None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ds_sparse {__version__}")
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help=", ".join(COMMANDS))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see: ds_sparse command --help")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="ds_sparse COMMAND --help lists them")
     args = parser.parse_args(argv)
     if args.command is None:
         print(parser.format_help(), end="")

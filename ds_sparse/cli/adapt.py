@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _checkpoint.add_places(parser, description, _EXAMPLES)
     parser.add_argument(
-        "--max-position", type=positive, required=True, metavar="N", help="tokens that there shall be room for"
+        "--max-position", type=positive, required=True, metavar="N", help="maximum length of the new model, in tokens"
     )
     parser.add_argument(
         "--config", required=True, metavar="FILE", help="DeepSpeed JSON with the sparse_attention block"

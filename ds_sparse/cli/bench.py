@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="operation",
         help=", ".join([*OPERATIONS, SHOW]),
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see: ds_sparse bench operation --help")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="ds_sparse bench OPERATION --help lists them")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -63,13 +63,19 @@ def _styled(facts: Facts, found: list[Problem]) -> Iterator[tuple[str, str]]:
         yield "no problem found", "green"
 
 
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
 def lines(facts: Facts) -> Iterator[str]:
     """The report but for problems; headings begin at the margin."""
     yield f"ds_sparse {facts.version}, Python {facts.python}, {facts.system}"
     yield "  " + ", ".join(f"{name} {version or 'not installed'}" for name, version in facts.packages.items())
     yield f"CPU: {facts.processor}"
-    yield f"  {facts.cores} cores, {facts.threads} threads; kernels use {facts.instruction_set or 'nothing'}, of" + (
-        f" {' '.join(facts.features)}" if facts.features else " unknown features"
+    counts = f"{_counted(facts.cores, 'core')}, {_counted(facts.threads, 'thread')}"
+    yield (
+        f"  {counts}; kernels use {facts.instruction_set or 'nothing'}, of"
+        + (f" {' '.join(facts.features)}" if facts.features else " unknown features")
     )
     yield f"GPU: {', '.join(sorted({gpu.name for gpu in facts.gpus})) or facts.gpu or 'none'}"
     yield f"  {_cuda(facts)}"

@@ -280,7 +280,10 @@ def initialize_program(positional: tuple[Any, ...], keywords: dict[str, Any], *,
     if on:
         say(f"sparse attention is on in {len(sparse)} of {len(sparse) + len(dense)} attention layers.")
     elif block is not None and sparse:
-        say(f"the sparse_attention block is off (no --{FLAG}), and {len(sparse)} layers were built sparse without it.")
+        say(
+            f"the sparse_attention block is off (no --{FLAG}); the {len(sparse)} layers that your script built sparse "
+            "stay sparse."
+        )
     elif block is not None:
         say(f"the JSON has a sparse_attention block and it is off: training is dense. Add --{FLAG} to switch it on.")
     if on and size > 1:
@@ -308,7 +311,7 @@ def _check_layers(model: nn.Module, found: AttentionLayers, structures: LayerStr
         raise SparseAttentionConfigError(
             [
                 f"--{FLAG} is on and {type(model).__name__} has no self-attention layer that ds_sparse knows; use "
-                "ds_sparse.SparseSelfAttention or ds_sparse.BertSparseSelfAttention in it, or leave the flag away."
+                "ds_sparse.SparseSelfAttention or ds_sparse.BertSparseSelfAttention in it, or omit the flag."
             ]
         )
     if not sparse:
@@ -385,7 +388,7 @@ def _check_structure(name: str, own: SparsityConfig, wanted: Any) -> None:
             [
                 f"--{FLAG} is on, and layer {name} has {_show(own, differing)} where the JSON says "
                 f"{'null, dense attention' if wanted is None else _show(wanted, differing)}; build it with "
-                "ds_sparse.get_sparse_attention_config(args, num_heads), or leave the flag away."
+                "ds_sparse.get_sparse_attention_config(args, num_heads), or omit the flag."
             ]
         )
 

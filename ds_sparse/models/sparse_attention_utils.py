@@ -56,7 +56,7 @@ class SparseAttentionUtils:
         Args:
             model: with a head or a base model, that has `embeddings.position_embeddings`: BERT, RoBERTa, XLM-RoBERTa,
                 CamemBERT, ELECTRA, DistilBERT, ALBERT and others.
-            max_position: tokens that there shall be room for.
+            max_position: maximum length of the model afterwards, in tokens.
 
         Returns:
             The model.

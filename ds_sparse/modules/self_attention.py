@@ -12,6 +12,7 @@ from ..ops import MatMul, Softmax, check_inputs
 from ..ops.operands import check_dropout, of_flash
 from ..ops.softmax import MASK_MODES, as_additive, of_first_head
 from ..sparsity import FixedSparsityConfig, SparsityConfig, adds_parameters
+from ..tools.block_sizes import not_whole_blocks
 from .chosen_attention import LEARNED, learned_attention, refuse_options
 from .structured_attention import StructuredAttention
 
@@ -320,8 +321,8 @@ class SparseSelfAttention(nn.Module):
         block = self.sparsity_config.block
         if seq_len % block or seq_len == 0:
             raise ValueError(
-                f"Sequence Length, {seq_len}, needs to be dividable by Block size {block}! "
-                "SparseAttentionUtils.pad_to_block_size pads a batch; block_sparse_attention takes any length." + hint
+                f"{not_whole_blocks(seq_len, block)} SparseAttentionUtils.pad_to_block_size pads a batch; "
+                "block_sparse_attention takes any length." + hint
             )
 
     def extra_repr(self) -> str:

@@ -24,7 +24,7 @@ from ..ops.softmax import as_additive
 from ..sparsity import ChosenSparsityConfig, SparsityConfig, adds_parameters
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import without_seed
-from ..tools.block_sizes import rounded_up
+from ..tools.block_sizes import not_whole_blocks, rounded_up
 from ..tools.ranks import from_rank_0, world_size
 from ..tools.wording import kind
 from .chosen_attention import chosen_attention
@@ -116,9 +116,7 @@ class StructuredAttention:
         # Each head alone, as dropout over several ranks has it, and the deals of several lengths.
         self._parts: Cache[_OfHeads] = Cache(KEPT + sparsity_config.num_heads)
         if max_seq_length % sparsity_config.block:
-            raise ValueError(
-                f"Sequence Length, {max_seq_length}, needs to be dividable by Block size {sparsity_config.block}!"
-            )
+            raise ValueError(not_whole_blocks(max_seq_length, sparsity_config.block))
         self._longest = max_seq_length
         if not self.chooses:
             self._master = self._build(max_seq_length)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from ..tools.block_sizes import not_whole_blocks
 from ..tools.memory import machine_memory
 from ._steps import RowStep
 from .declarations import DECLARED, DEFAULTS, Block, Rule, declared, declared_value
@@ -331,7 +332,7 @@ class SparsityConfig:
         if seq_len < 1:
             raise ValueError(f"A layout needs a sequence length of at least 1, got {seq_len}.")
         if seq_len % self.block:
-            raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {self.block}!")
+            raise ValueError(not_whole_blocks(seq_len, self.block))
         return seq_len // self.block
 
     def _lay_out_heads(self, layout: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from ..tools.block_sizes import rounded_up
 from ._base import SparsityConfig
 from ._registry import register_sparsity
 from ._steps import REACHES_AHEAD, RowStep, horizontal_needs_bidirectional, row_step, windows, within
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 def windows_split_evenly(num_local_blocks: int, num_global_blocks: int) -> str | None:
     if num_local_blocks % num_global_blocks:
         return (
-            f"Number of blocks in a local window, {num_local_blocks}, must be dividable by number of global blocks, "
-            f"{num_global_blocks}!"
+            f"num_local_blocks, {num_local_blocks}, is not a multiple of num_global_blocks, {num_global_blocks}; use "
+            f"{rounded_up(num_local_blocks, num_global_blocks)}."
         )
     return None
 

@@ -10,6 +10,7 @@ import copy
 import logging
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -425,11 +426,19 @@ def main() -> int:
             continue
         outcomes.append(pretrain(run, lines, checkpoint, position, max_steps, deadline))
         if number := outcomes[-1].signal:
-            say(f"Stopped by signal {number} after step {position.step}; continue with --resume.")
+            by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            say(f"Stopped by {by} after step {position.step}; resume with: {resuming_command(args)}")
             return 128 + number
     show_results(outcomes, lines, data.held_out_unigram_cross_entropy, folder)
     dist.barrier()
     return 0
+
+
+def resuming_command(args: argparse.Namespace) -> str:
+    """The command of this run with --resume, or words for it where a launcher started the ranks."""
+    if dist.get_world_size() > 1 or args.local_rank >= 0:
+        return "the same command and --resume"
+    return shlex.join([sys.executable, *sys.argv, *([] if args.resume else ["--resume"])])
 
 
 def show_results(outcomes: Sequence[Outcome], lines: MaskedLines, unigram: float, folder: Path) -> None:

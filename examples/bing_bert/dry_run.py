@@ -35,9 +35,9 @@ def description(run: TrainingRun, model: nn.Module, position: Position) -> Itera
         density = "" if live is None else f", density {live / padded**2:.1%}"
         yield f"layers {layers_in_words(kind.layers)}: {kind.in_words()}{density}"
     yield (
-        f"a step has {batch} sequences, {batch * tokens:,} tokens, {settings.micro_batch} at once, "
-        f"{settings.accumulation} times, on {settings.gpus} rank{'s' if settings.gpus > 1 else ''}, ZeRO "
-        f"{settings.zero_stage}; an epoch has {sequences / batch:,.1f} steps"
+        f"a step has {batch} sequences, {batch * tokens:,} tokens, micro-batch {settings.micro_batch} x accumulation "
+        f"{settings.accumulation}, on {settings.gpus} rank{'s' if settings.gpus > 1 else ''}, "
+        f"ZeRO {settings.zero_stage}; an epoch has {sequences / batch:,.1f} steps"
     )
     yield from cost(run)
     if position.is_end(run, args.max_steps):

@@ -94,8 +94,8 @@ WRONG = [
     wrong({"num_heads": 12}, "num_heads: got 12; the model says how many heads. Remove it."),
     wrong(
         {"num_local_blocks": 5, "num_global_blocks": 2},
-        "num_local_blocks: got 5 with num_global_blocks 2. Number of blocks in a local window, 5, must be "
-        "dividable by number of global blocks, 2!",
+        "num_local_blocks: got 5 with num_global_blocks 2. num_local_blocks, 5, is not a "
+        "multiple of num_global_blocks, 2; use 6.",
     ),
     wrong(
         {"num_different_global_patterns": 4},

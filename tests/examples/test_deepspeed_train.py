@@ -230,7 +230,7 @@ def test_a_stopped_run_saves_and_one_that_has_its_steps_only_gets_its_held_out_l
     before, after = workplace.losses("stopped"), workplace.losses("ended")
     step = before[-1][0]
     assert "a checkpoint is written after this step; Ctrl-C now ends the run without" in stopped
-    assert f"after step {step}; continue with --resume" in stopped
+    assert f"after step {step}; resume with: " in stopped and "--resume" in stopped.rpartition("resume with: ")[2]
     assert f"after {step} steps" in resumed["ended"]
     assert after[:-1] == before and after[-1][0] == step and after[-1][3] is not None
     before, after = (checkpoint_files(workplace.folder / output) for output in ("stopped", "ended"))
@@ -348,7 +348,10 @@ def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(workplace, short_ru
     assert re.search(r"sparse: [\d,]+ parameters, trained in fp32\n", printed)
     assert re.search(r"sparse: layers 0-1: bigbird, block 16, density [\d.]+%\n", printed)
     assert "dense: layers 0-1: dense\n" in printed
-    assert "a step has 4 sequences, 1,024 tokens, 2 at once, 2 times, on 1 rank, ZeRO 0; an epoch has " in printed
+    assert (
+        "a step has 4 sequences, 1,024 tokens, micro-batch 2 x accumulation 2, on 1 rank, ZeRO 0; an epoch has "
+        in printed
+    )
     assert "TFLOP a step and rank" in printed and "the time of a step is not known" in printed
     assert f"sparse: starts at step 0, and ends after step {STEPS} or 5 minutes" in printed
     for name in ("sparse", "dense"):

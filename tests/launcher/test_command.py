@@ -134,7 +134,7 @@ def test_a_mode_with_a_typo_and_one_that_is_no_name_start_nothing(start, tmp_pat
     assert first.startswith(f"ds.json: sparse_attention.mode: got {json.dumps(mode)}; wanted ")
     assert len(second) == (known is not None)
     if known is not None:
-        assert first.endswith(f'Did you mean "{known}"?') and "registers itself needs a name less like" in second[0]
+        assert first.endswith(f'Did you mean "{known}"?') and "rename it if your program registers it" in second[0]
     assert start("train.py --deepspeed_config ds.json")
 
 

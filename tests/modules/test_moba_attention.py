@@ -165,7 +165,7 @@ def test_no_layout_is_made_of_what_may_be_chosen():
     assert list(attention.named_buffers()) == [] and attention.max_seq_length == 2**26
     part = attention.attention.of_heads((0, 1))
     assert part(*(x[:, :n] for x, n in zip(operands(40), (2, 1, 1), strict=True))).shape == (2, 2, 40, 16)
-    with pytest.raises(ValueError, match="Sequence Length, 40, needs to be dividable"):
+    with pytest.raises(ValueError, match="sequence length, 40, is not a multiple"):
         SparseSelfAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), max_seq_length=40)
 
 

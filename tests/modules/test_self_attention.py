@@ -587,7 +587,7 @@ def test_a_structure_that_uses_the_name_causal_for_its_own_is_not_masked_by_toke
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        ({"max_seq_length": 100}, "Sequence Length, 100, needs to be dividable by Block size 16!"),
+        ({"max_seq_length": 100}, "The sequence length, 100, is not a multiple of the block, 16; use 112."),
         ({"implementation": "fast"}, "implementation is 'fast'; it has to be 'fused' or 'separate'"),
         ({"attn_mask_mode": "keep"}, "attn_mask_mode is 'keep'; it has to be 'add' or 'mul'"),
         *(({"attention_dropout": p}, f"_dropout is {p}; it has to be 0 or more and below 1") for p in DROPS),
@@ -601,7 +601,7 @@ def test_modules_that_cannot_be_built_say_why(arguments, sentence):
 @pytest.mark.parametrize(
     "operands, masks, error, sentence",
     [
-        (inputs(72), {}, ValueError, "Sequence Length, 72, needs .* Block size 16!.*_attention takes any length"),
+        (inputs(72), {}, ValueError, "length, 72, is not .* block, 16; use 80.*_attention takes any length"),
         (inputs(heads=8), {}, ValueError, "query has 8 heads and the sparsity config num_heads=4"),
         ([*inputs()[:2], inputs(64)[2]], {}, NotImplementedError, "only self-attention"),
         ([inputs()[0], *inputs(heads=3)[1:]], {}, NotImplementedError, "fewer heads that divide H"),

@@ -202,7 +202,11 @@ WRONG = [
     ("BSLongformer", {"global_block_indices": [4], "global_block_end_indices": [2]}, ORDER),
     ("BSLongformer", {"attention": "both"}, ATTENTION),
     ("BSLongformer", {"num_sliding_window_blocks": -1}, BELOW + "0"),
-    ("Fixed", {"num_local_blocks": 5, "num_global_blocks": 2}, "window, 5, must be dividable by number of global"),
+    (
+        "Fixed",
+        {"num_local_blocks": 5, "num_global_blocks": 2},
+        "num_local_blocks, 5, is not a multiple of num_global_blocks, 2; use 6.",
+    ),
     ("Fixed", {"attention": "sideways"}, ATTENTION),
     ("Fixed", {"attention": "unidirectional", "horizontal_global_attention": True}, HORIZONTAL),
     ("Fixed", {"num_different_global_patterns": 2}, "a single layout for all heads! Set different_layout_per"),
@@ -289,7 +293,7 @@ def test_the_base_says_that_it_lays_nothing_out():
 @pytest.mark.parametrize("method", ["setup_layout", "make_bool_layout"])
 def test_lengths_are_positive_multiples_of_the_block(method):
     make = getattr(sparsity.DenseSparsityConfig(2), method)
-    with pytest.raises(ValueError, match="Sequence Length, 40, needs to be dividable by Block size 16!"):
+    with pytest.raises(ValueError, match="The sequence length, 40, is not a multiple of the block, 16; use 48."):
         make(40)
     for length in ([3], 64.0, True, "64"):
         with pytest.raises(TypeError, match="needs a sequence length that is an integer, got "):

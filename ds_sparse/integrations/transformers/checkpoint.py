@@ -51,7 +51,7 @@ def adapt(
     Args:
         model: the folder of a checkpoint of Transformers, or its name in the hub's cache; nothing is downloaded.
         out: the new checkpoint's folder, which is new or empty.
-        max_position: tokens that there shall be room for.
+        max_position: maximum length of the new model, in tokens.
         sparsity_config: the structure, or a dict with the keys of the JSON block.
 
     Returns:
