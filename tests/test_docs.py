@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from functools import cache
 from html import unescape
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from browser import chromium
 from helpers import without_launcher
 from snippets import PAGES, ROOT, fenced, run_python
 
@@ -62,19 +64,46 @@ def test_nothing_is_loaded_from_elsewhere(site):
     assert not [name for name, text in html.items() if re.search(loaded, text)]
 
 
+RESULTS = """new Promise((done) => {
+  const links = (node) => [...(node.shadowRoot ? links(node.shadowRoot) : []), ...[...node.children].flatMap(links),
+    ...(node.tagName === "A" && node.getRootNode() !== document ? [node.getAttribute("href")] : [])];
+  const look = (left) => { const found = links(document.body); found.length || !left ? done(found)
+    : setTimeout(look, 50, left - 1); };
+  look(200);
+})"""
+"""The pages that a search has found, once there are some."""
+
+
+def test_the_search_finds_pages_from_a_folder(site):
+    with chromium() as browser:
+        browser.call("Page.navigate", url=(site / "index.html").as_uri())
+        browser.value(
+            "new Promise((done) => { const look = () => document.querySelector('.md-search__button') && "
+            "document.readyState === 'complete' ? done() : setTimeout(look, 50); look(); })"
+        )
+        browser.value("document.querySelector('.md-search__button').click()")
+        time.sleep(1)  # the field gets the focus after an animation
+        browser.call("Input.insertText", text="sliding window")
+        found = browser.value(RESULTS)
+        assert any("structures.html" in page for page in found)
+        assert not browser.errors
+        assert not [address for address in browser.requests if not address.startswith(("file:", "data:", "about:"))]
+
+
 def test_what_is_made_and_formulas_stand_in_the_pages(site):
     for page in PAGES:
         text, html = page.read_text(), (site / f"{page.stem}.html").read_text()
         assert html.count("</math>") == text.count("```math")
         assert "<!-- made: " not in html
         assert html.count("<table") >= text.count("<!-- made: table ")
-        assert html.count("data:image/svg+xml") == text.count("<!-- made: gain ") + (page.stem == "benchmarks")
+        assert html.count("data:image/svg+xml") == text.count("<!-- made: gain ") + (page.stem == "benchmarks-models")
 
 
 def test_the_api_has_each_public_name_and_the_fields_of_structures(site):
-    shown = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    pages = [page for page in PAGES if page.stem.startswith("api")]
+    shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
     assert {f"ds_sparse.{name}" for name in ds_sparse.__all__} <= set(shown) and len(shown) == len(set(shown))
-    html = (site / "api.html").read_text()
+    html = "".join((site / f"{page.stem}.html").read_text() for page in pages)
     linked = {name for page in PAGES for name in re.findall(r"#(ds_sparse\.[\w.]+)\)", page.read_text())}
     assert linked | set(shown) <= set(re.findall(r'\sid="?(ds_sparse[\w.]+)', html))
     page = " ".join(unescape(re.sub(r"<[^>]+>", "", html)).split())

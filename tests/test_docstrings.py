@@ -23,8 +23,9 @@ OF_REFERENCE = [
     for name, value in vars(reference).items()
     if name[0] != "_" and getattr(value, "__module__", None) == reference.__name__
 ]
-SHOWN = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-"""Names on the page of the API; test_docs.py finds each public name there."""
+PAGES_OF_API = sorted((ROOT / "docs").glob("api*.md"))
+SHOWN = [name for page in PAGES_OF_API for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+"""Names on the pages of the API; test_docs.py finds each public name there."""
 
 NAMES = [name for path in SHOWN for name in (OF_REFERENCE if path == reference.__name__ else [path])]
 

@@ -34,9 +34,22 @@ def text(name: str) -> str:
     return printed.getvalue().lstrip("\n")
 
 
-def texts() -> str:
-    """A section a run, with what it printed."""
-    return "\n\n".join(f"## {name}\n\n```text\n{text(name)}```" for name in names())
+RUN_PAGES = {"operations": "benchmark-runs.md", "models": "benchmark-runs-models.md"}
+
+
+def _kind(name: str) -> str:
+    """Which of the two pages of runs has it."""
+    return "models" if name.startswith(("bert", "modernbert", "sequence", "train")) else "operations"
+
+
+def texts(kind: str) -> str:
+    """A section with its output for each run of operations, or of models."""
+    return "\n\n".join(f"## {name}\n\n```text\n{text(name)}```" for name in names() if _kind(name) == kind)
+
+
+def printed(name: str) -> str:
+    """The address of a run's output."""
+    return f"{RUN_PAGES[_kind(name)]}#{name}"
 
 
 def table(runs: str, which: str | None = None) -> str:
@@ -56,9 +69,7 @@ def table(runs: str, which: str | None = None) -> str:
 
 def sources(runs: list[str]) -> str:
     """Machines and commands of some runs, with links to what they printed."""
-    return markdown.sources(
-        [load(str(RESULTS / f"{name}.json"))[0] for name in runs], [f"benchmark-runs.md#{name}" for name in runs]
-    )
+    return markdown.sources([load(str(RESULTS / f"{name}.json"))[0] for name in runs], [printed(name) for name in runs])
 
 
 def results_of(runs: Iterable[str]) -> list[Any]:

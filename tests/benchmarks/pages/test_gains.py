@@ -74,4 +74,6 @@ def test_jobs_that_learned_nothing_are_not_shown(monkeypatch, tmp_path):
 
 def test_a_picture_stands_in_the_page_with_its_runs():
     made = gains.shown("packed")
-    assert made.startswith('<img src="data:image/svg+xml;base64,') and "(benchmark-runs.md#modernbert-h200)" in made
+    assert (
+        made.startswith('<img src="data:image/svg+xml;base64,') and "(benchmark-runs-models.md#modernbert-h200)" in made
+    )
