@@ -69,6 +69,10 @@ HOPPER_CAPABILITIES = ["9.0a"]
 if WHEEL:
     CUDA_FLAGS.append("--compress-mode=size")
 LICENSE = "Apache-2.0"
+VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "ds_sparse" / "__init__.py").read_text(), re.MULTILINE)[1]
+REPOSITORY = ""
+"""The address of the repository, from which all URLs of the package follow; .ci/release asks for it."""
+PAGES = {"Source": "", "Documentation": "/tree/main/docs", "Changes": "/blob/main/CHANGELOG.md", "Issues": "/issues"}
 
 
 class BuildLibraries(build_ext):
@@ -379,7 +383,9 @@ def extension(name: str, sources: list[Path]) -> Extension:
 
 if __name__ == "__main__":  # .ci/kernels reads the lists above
     setup(
+        version=VERSION,
         license=LICENSE,
+        project_urls={name: REPOSITORY + page for name, page in PAGES.items()} if REPOSITORY else {},
         packages=[*find_packages(include=["ds_sparse*"]), "ds_sparse.launcher", "ds_sparse.launcher.startup"],
         package_dir={"ds_sparse.launcher": "launcher"},
         ext_modules=[extension(CPU, cpu_sources())] + ([extension(CUDA, cuda_sources())] if wants_cuda() else []),

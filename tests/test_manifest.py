@@ -4,12 +4,19 @@ package."""
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import tarfile
+import zipfile
+from collections.abc import Callable
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
+
+import ds_sparse
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,13 +56,26 @@ def installed(checkout: Path) -> set[str]:
     return {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
 
 
+@pytest.fixture(scope="module")
+def metadata(checkout: Path) -> Message:
+    """The metadata of the package."""
+    run_setup(checkout, "egg_info")
+    return message_from_string((checkout / "ds_sparse.egg-info" / "PKG-INFO").read_text())
+
+
+@pytest.fixture
+def release() -> Callable:
+    """A function of .ci/release."""
+    return runpy.run_path(str(ROOT / ".ci" / "release")).__getitem__
+
+
 def tracked(folder: str) -> list[str]:
     listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
 
 def test_the_source_distribution_has_every_file_and_nothing_built(packed: set[str]):
-    for folder in ("benchmarks", "csrc", "ds_sparse", "launcher", "examples", "configs", "tests", "docs"):
+    for folder in ("benchmarks", "csrc", "ds_sparse", "launcher", "examples", "configs", "tests", "docs", ".ci"):
         assert tracked(folder)
         assert not set(tracked(folder)) - packed
     assert {"setup.py", "pyproject.toml", "README.md", "LICENSE"} <= packed
@@ -66,3 +86,38 @@ def test_a_wheel_has_every_file_of_the_package_and_its_marker_of_types(installed
     assert "ds_sparse/py.typed" in installed
     assert not [name for name in installed if name.startswith("benchmarks")]
     assert set(tracked("ds_sparse")) | {f"ds_sparse/{name}" for name in tracked("launcher")} <= installed
+
+
+def test_the_version_has_one_place_and_classifiers_are_versions_that_ran(metadata: Message):
+    assert metadata["Version"] == ds_sparse.__version__
+    classified = [
+        name for name in metadata.get_all("Classifier") if name.startswith("Programming Language :: Python ::")
+    ]
+    (ran,) = [line for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line.startswith("| Python |")]
+    for version in (name.rpartition(" ")[2] for name in classified if "Only" not in name):
+        assert f"{version}: " in ran and f"{version}: nothing" not in ran
+
+
+def test_a_wheel_that_cannot_be_released_is_told_why(release: Callable, tmp_path: Path):
+    wheel = tmp_path / f"ds_sparse-{ds_sparse.__version__}-py3-none-any.whl"
+    assert list(release("of_wheel")(wheel)) == [f"{wheel.name}: missing; run .ci/wheel."]
+    info = f"ds_sparse-{ds_sparse.__version__}.dist-info"
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: ds_sparse\nVersion: {ds_sparse.__version__}\n"
+        )
+        files.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        files.writestr(f"{info}/RECORD", "")
+        files.writestr("large", os.urandom(16 * 10**6))
+    problems = "\n".join(release("of_wheel")(wheel))
+    assert "16.0 MB; make it smaller than 15 MB" in problems
+    assert "ds_sparse/lib/libds_sparse_cuda.so is missing" in problems and "does not load" in problems
+
+
+def test_a_source_distribution_that_lacks_files_is_told_which(release: Callable, tmp_path: Path):
+    archive = tmp_path / "ds_sparse.tar.gz"
+    with tarfile.open(archive, "w:gz") as files:
+        files.add(ROOT / "setup.py", "ds_sparse/setup.py")
+    problems = list(release("of_sources")(archive))
+    assert f"{archive.name}: README.md is missing; name it in MANIFEST.in." in problems
+    assert not any(": setup.py is" in problem for problem in problems)
