@@ -445,8 +445,8 @@ class BlockIndex(OnDevice):
         """The index itself. Raises ValueError where sequences have layouts of their own; `what` needs one for all."""
         if self.num_sequences > 1:
             raise ValueError(
-                f"{what} of one layout for all sequences, and this index has one for each of {self.num_sequences}; "
-                "build an index for each sequence."
+                f"{what} of one layout for all sequences, and this index has one for each of {self.num_sequences}. "
+                "Call once for each sequence, with an index of its layout, and put the results together by torch.cat."
             )
         return self
 

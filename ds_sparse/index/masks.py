@@ -50,8 +50,9 @@ def layout_of_flex(mask: BlockMask, partial: str) -> tuple[Tensor, int]:
         )
     if mask.kv_num_blocks.dim() > 2 and mask.kv_num_blocks.shape[0] != 1:
         raise ValueError(
-            f"The BlockMask has {mask.kv_num_blocks.shape[0]} sequences, which share a layout here; make it with "
-            "B=None, or call once for each."
+            f"The BlockMask has {mask.kv_num_blocks.shape[0]} sequences, and from_flex takes one. Make it with B=None "
+            "if they are alike; else make one a sequence, and give block_sparse_attention the layouts together, "
+            "torch.stack([BlockIndex.from_flex(mask).layout() for mask in masks])."
         )
     keys = mask.seq_lengths[1]
     live = cut = _listed("kv", mask.kv_num_blocks, mask.kv_indices, keys, block)

@@ -71,7 +71,7 @@ def _of_one_size(key: torch.Tensor, value: torch.Tensor) -> str:
         padded = f"torch.nn.functional.pad(value, (0, {depth - of_value})), and take result[..., :{of_value}]"
     else:
         padded = f"query and key padded alike, by (0, {of_value - depth}), and scale={depth}**-0.5"
-    return f" Give {padded}; or call sparse_attn, which takes both sizes."
+    return f" Give {padded}; or call sparse_attn with TokenIndex.from_blocks(index): it takes both sizes."
 
 
 def of_flash(query: torch.Tensor, fits: bool, name: str = "query") -> str:

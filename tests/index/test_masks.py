@@ -168,12 +168,24 @@ def test_flex_masks_that_list_blocks_that_do_not_exist():
         of(counts + 1, columns)
 
 
+def test_flex_masks_of_sequences_are_layouts_together():
+    """What the sentence about a mask of several sequences says to do."""
+    masks = [flex(mod, None, 64, 64) for mod in (causal, window)]
+    layout = torch.stack([BlockIndex.from_flex(mask, partial="live").layout() for mask in masks])
+    bools = torch.stack([create_mask(mod, 1, 1, 64, 64, device="cpu")[0] for mod in (causal, window)])
+    q, k, v = random(seeded(), 3, 2, 2, 64, 8)
+    found = block_sparse_attention(q, k, v, layout, attn_mask=bools)
+    torch.testing.assert_close(found, masked_attention(q, k, v, bools))
+
+
 def test_flex_masks_that_do_not_fit():
     with pytest.raises(TypeError, match="block_mask is a Tensor; it has to be a BlockMask"):
         BlockIndex.from_flex(torch.ones(2, 2))
     with pytest.raises(ValueError, match="blocks of 32 x 64 tokens; make it with one BLOCK_SIZE"):
         BlockIndex.from_flex(flex(causal, None, 192, 192, (32, 64)))
-    with pytest.raises(ValueError, match="has 2 sequences, which share a layout here; make it with B=None"):
+    with pytest.raises(
+        ValueError, match="has 2 sequences, and from_flex takes one. Make it with B=None if they are alike"
+    ):
         BlockIndex.from_flex(create_block_mask(causal, 2, None, 64, 64, device="cpu", BLOCK_SIZE=32))
     with pytest.raises(ValueError, match="it has to be 'error' or 'live'"):
         BlockIndex.from_flex(flex(causal, None, 64, 64), partial="whole")
