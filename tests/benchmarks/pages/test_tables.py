@@ -25,7 +25,11 @@ def test_each_run_is_shown_and_each_text_is_of_a_run():
     shown = {run for maker, *rest in words if maker == "table" for run in rest[0].split(",")}
     shown |= {run for maker, *rest in words if maker == "gain" for run in GAINS[rest[0]].runs}
     assert {name for maker, *rest in words if maker == "gain" for name in rest} == GAINS.keys()
-    assert shown == set(names()) and {("training",), ("texts",), ("claims",)} <= set(words)
+    assert shown == set(names()) and {
+        ("training",),
+        *(("texts", kind) for kind in tables.RUN_PAGES),
+        ("claims",),
+    } <= set(words)
 
 
 def test_the_readme_has_the_table_of_training():
