@@ -28,6 +28,7 @@ _PUBLIC = {
     "window_softmax": "ops",
     "window_attention": "ops",
     "explain": "ops",
+    "draw": "drawing",
     "force_implementation": "dispatch",
     "TokenIndex": "index",
     "sparse_attn": "ops",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .config import parse_sparse_attention as parse_sparse_attention
     from .config import parse_sparse_attention_layers as parse_sparse_attention_layers
     from .dispatch import force_implementation as force_implementation
+    from .drawing import draw as draw
     from .index import BlockIndex as BlockIndex
     from .index import PackedIndex as PackedIndex
     from .index import TokenIndex as TokenIndex

@@ -137,7 +137,11 @@ def cell(rates: Rates, seq_len: int, walk: Walk, gpus: int, ranks: int) -> str:
         return "-"
     milliseconds = step_of(rates, MODEL, found, seq_len, walks).total
     text = f"{found.sequences * seq_len / milliseconds / 1e3:.2f}{' c' if found.checkpoints else ''}"
-    return f"**{text}**" if advise(rates, MODEL, kept, seq_len, walks, memory, MODEL.heads).settings == found else text
+    return (
+        f"**{text}**"
+        if advise(rates, MODEL, kept, seq_len, lambda _: walks, memory, MODEL.heads).settings == found
+        else text
+    )
 
 
 if __name__ == "__main__":

@@ -14,14 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..tools.hardware import FOR_16_BITS, driver, features, processor
-
-try:
-    from tqdm import tqdm
-except ImportError:
-
-    def tqdm(rounds, **_):  # the bar is a comfort
-        return rounds
-
+from ..tools.terminal import Terminal
 
 Key = TypeVar("Key", bound=Hashable)
 Kind = TypeVar("Kind")
@@ -138,13 +131,15 @@ def in_turns(
     """
     times: dict[Key, list[float]] = {key: [] for key in runs}
     start = time.perf_counter()
-    for round_ in tqdm(range(-1, repeats), desc=title, unit="round", leave=False, disable=None):
-        if round_ >= 3 and time.perf_counter() - start > seconds:
-            break
-        for key, run in runs.items():
-            elapsed = run()
-            if round_ >= 0:
-                times[key].append(elapsed)
+    with Terminal().progress(repeats + 1, title) as done:
+        for round_ in range(-1, repeats):
+            if round_ >= 3 and time.perf_counter() - start > seconds:
+                break
+            for key, run in runs.items():
+                elapsed = run()
+                if round_ >= 0:
+                    times[key].append(elapsed)
+            done(title)
     return times
 
 

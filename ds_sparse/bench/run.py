@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tools.terminal import Terminal
 from .command import SECONDS, add_shared
 from .floors import Ceilings
 from .machine import DIRECTIONS, DTYPES, conditions, in_turns, time_of, versions
@@ -195,20 +196,22 @@ def run_case(
     reasons: dict[str, str] = {}
     spent: dict[str, float] = {}
     runs: dict[tuple[str, str], Callable[[], float]] = {}
-    for name in names:
-        start = time.perf_counter()
-        try:
-            peer = operation.peers[name](problem)
-            problem.verify(name, peer)
-            inputs, grad = operands(problem, peer)
-        except Exception as error:  # noqa: BLE001 - whatever stops a peer is a line of the table
-            reasons[name] = in_short(error)
-            continue
-        peers[name], spent[name] = peer, time.perf_counter() - start
-        for direction in operation.directions[: 1 if peer.no_backward else None]:
-            leaves = [x.detach().requires_grad_() for x in inputs] if operation.trains else inputs
-            timed = partial(operation.time_of or time_of, peer.call, leaves, grad, direction, device)
-            runs[name, direction] = partial(time_unless_wrong, reasons, name, timed)
+    with Terminal().progress(len(names), f"{case.name}: verified") as done:
+        for name in names:
+            start = time.perf_counter()
+            done(f"{case.name}: {name} is verified")
+            try:
+                peer = operation.peers[name](problem)
+                problem.verify(name, peer)
+                inputs, grad = operands(problem, peer)
+            except Exception as error:  # noqa: BLE001 - whatever stops a peer is a line of the table
+                reasons[name] = in_short(error)
+                continue
+            peers[name], spent[name] = peer, time.perf_counter() - start
+            for direction in operation.directions[: 1 if peer.no_backward else None]:
+                leaves = [x.detach().requires_grad_() for x in inputs] if operation.trains else inputs
+                timed = partial(operation.time_of or time_of, peer.call, leaves, grad, direction, device)
+                runs[name, direction] = partial(time_unless_wrong, reasons, name, timed)
     about = operation.abouts(problem, peers)
     times = in_turns(runs, args.repeats, args.seconds, case.name)
     medians = {key: statistics.median(samples) for key, samples in times.items() if key[0] not in reasons}

@@ -6,7 +6,7 @@ import argparse
 from textwrap import fill
 from typing import Any
 
-from ._terminal import wrong
+from ..tools.terminal import Terminal, wrong
 
 
 def add_places(parser: argparse.ArgumentParser, description: str, examples: str) -> None:
@@ -44,7 +44,7 @@ def write(args: argparse.Namespace, how: str, **options: Any) -> int:
             block = load_config(args.config).block
             if block is None:
                 raise ValueError(f"{args.config}: no sparse_attention block, so there is no structure.")
-        with checkpoint.quiet():
+        with checkpoint.quiet(), Terminal().progress(None, f"{how} {args.model}"):
             report = getattr(checkpoint, how)(args.model, args.out, sparsity_config=block, **options)
     except SparseAttentionConfigError as error:
         of_block = name_of(block or {})  # what a mistake in it names, which is read without its file
@@ -52,6 +52,7 @@ def write(args: argparse.Namespace, how: str, **options: Any) -> int:
         return wrong("\n".join(mistake.replace(of_block, source, 1) for mistake in error.mistakes))
     except (ValueError, ImportError, MemoryError) as error:
         return wrong(error)
-    print(report)
-    print(f'{args.out}: saved. Load it with attn_implementation="ds_sparse".')
+    terminal = Terminal()
+    terminal.line(str(report))
+    terminal.line(f'{args.out}: saved. Load it with attn_implementation="ds_sparse".', "green")
     return 0

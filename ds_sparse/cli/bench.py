@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 
 from ..bench import IN_A_CLONE, OPERATIONS, sentence_of_clone
-from ._terminal import wrong
+from ..tools.terminal import wrong
 
 SHOW = "show"
 

@@ -23,6 +23,7 @@ from ..sparsity.declarations import declared_value
 from ..sparsity.draws import Draws, draws, why_unrepeatable
 from ..tools.arguments import positive
 from ..tools.block_sizes import rounded_up
+from ..tools.terminal import Terminal, wrong
 from ..tools.wording import printable, reason, show
 
 _USUAL_LENGTH = 2048
@@ -87,13 +88,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(result: Result) -> None:
+    terminal = Terminal()
     if result.mistakes:
         for mistake in result.mistakes:
-            print(f"{result.file}: {mistake}", file=sys.stderr)
+            wrong(f"{result.file}: {mistake}")
     else:
-        print(f"{result.file}: {_summary(result)}.")
+        terminal.line(f"{result.file}: {_summary(result)}.", "green")
     for notice in result.notices:
-        print(f"{result.file}: {notice}")
+        terminal.line(f"{result.file}: {notice}", "yellow")
 
 
 def _summary(result: Result) -> str:

@@ -4,8 +4,8 @@ import argparse
 import importlib
 from typing import Any
 
+from ..tools.terminal import wrong
 from . import COMMANDS
-from ._terminal import wrong
 
 SHELLS = {
     "bash": 'eval "$(ds_sparse completion bash)"        # in ~/.bashrc',

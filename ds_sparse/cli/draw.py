@@ -12,8 +12,8 @@ from ..sparsity import ChosenSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..tools.arguments import positive
 from ..tools.block_sizes import rounded_up
+from ..tools.terminal import Terminal, width, wrong
 from ..tools.wording import listed
-from ._terminal import wrong
 
 if TYPE_CHECKING:
     from ..config import LayerStructures
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--head", type=number, metavar="N", help="draw head N alone, counted from 0")
     parser.add_argument("--layer", type=number, metavar="N", help="draw the layout of layer N alone, counted from 0")
-    parser.add_argument("--width", type=positive, default=64, help="width in characters (default: 64)")
+    parser.add_argument("--width", type=positive, help="width in characters (default: the terminal's; 64 in a pipe)")
     parser.add_argument(
         "--out",
         help="write a picture instead, .png or .svg (needs matplotlib), of one file; where layers have structures of "
@@ -152,13 +152,20 @@ def _sheet(args: argparse.Namespace, file: str, name: str, structure: SparsityCo
 def _print(args: argparse.Namespace, sheets: list[Sheet]) -> None:
     from ..drawing import draw
 
+    terminal = Terminal()
     for sheet in sheets:
         heading = [sheet.file] if len(args.files) > 1 else []
         if sheet.name:
             heading.append(sheet.name)
         if heading:
-            print(f"{', '.join(heading)}:{_mode(sheet)}")
-        print(draw(sheet.rows, sheet.block, args.width, args.head))
+            terminal.line(f"{', '.join(heading)}:{_mode(sheet)}", "bold")
+        columns = args.width or width(64)
+        text = draw(sheet.rows, sheet.block, columns, args.head, stretch=width(0) > 0)
+        first, *picture, legend = text.splitlines()
+        terminal.line(first, "bold")
+        for line in picture:
+            terminal.line(line, "blue")
+        terminal.line(legend, "dim")
 
 
 def _mode(sheet: Sheet) -> str:

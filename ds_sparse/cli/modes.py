@@ -11,8 +11,8 @@ from typing import Any
 from ..config import DEFAULT_MODE, STRUCTURE_ERRORS, describe, example_block, parse_sparse_attention, summary
 from ..sparsity import ChosenSparsityConfig, sparsity_class, sparsity_modes
 from ..sparsity._fields import json_fields, json_model
+from ..tools.terminal import wrong
 from ..tools.wording import did_you_mean, one_of, reason
-from ._terminal import wrong
 
 _BLOCKS = 24
 """Blocks in a row of a picture: few, and enough for the random blocks of every mode."""

@@ -11,8 +11,8 @@ from ..config import BLOCK_KEY, DEFAULT_MODE, STRUCTURE_ERRORS, example_block, p
 from ..sparsity import sparsity_modes
 from ..tools.arguments import positive, positive_number
 from ..tools.block_sizes import rounded_up
+from ..tools.terminal import wrong
 from ..tools.wording import did_you_mean, one_of, printable, show
-from ._terminal import wrong
 from .modes import read_mode
 
 _EXAMPLES = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..tools.arguments import positive
-from ._terminal import wrong
+from ..tools.terminal import Terminal, wrong
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -18,8 +18,8 @@ AUTO, HERE, H200 = "auto", "here", "h200"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says what a training run will cost: FLOPs, time, memory, what is gained over dense attention and where dense "
-        "is faster, from rates that were measured. Nothing is trained."
+        "Says what a training run will cost, from rates that were measured: first whether it fits, how much faster "
+        "than dense attention it is and what would be better, then time and memory. Nothing is trained."
     )
     parser.epilog = (
         "exit status: 0 if the plan is made; 1 if a step does not fit the GPU, or something is wrong in a file; 2 for "
@@ -67,21 +67,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take rates from what was written on another machine by `ds_sparse bench attention --json` and, of a "
         "clone, `python -m benchmarks bert --json` and, for several GPUs, `python -m benchmarks sequence --json`",
     )
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="each kind of layers, where time and memory go, other lengths, and all that is assumed",
+    )
     parser.add_argument("--json", action="store_true", help="print all numbers: milliseconds, bytes, FLOPs, tokens")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..plan.text import as_json, printed
+    from ..plan.text import as_json, lines_of
 
+    notices: list[str] = []
     try:
-        made = _made(args)
+        made = _made(args, notices)
     except (ValueError, ImportError, OSError, MemoryError) as error:
         return wrong(error)
-    print(json.dumps(as_json(made), indent=2) if args.json else printed(made))
+    if args.json:
+        print(json.dumps(as_json(made), indent=2))
+    else:
+        terminal = Terminal()
+        verdict, *others = lines_of(made, args.details)
+        terminal.line(verdict, "bold red" if made.fits is False or made.gain < 1 else "bold green")
+        for line in others:
+            terminal.line(line)
+    for notice in notices:
+        print(notice, file=sys.stderr)
     return 1 if made.fits is False else 0
 
 
-def _made(args: argparse.Namespace) -> Plan:
+def _made(args: argparse.Namespace, notices: list[str]) -> Plan:
+    """The plan; what is to be said beside it is appended to `notices`."""
     import torch
 
     from ..config import load_config
@@ -115,7 +131,7 @@ def _made(args: argparse.Namespace) -> Plan:
         rates = measured_rates("cpu" if gpu is None else "cuda")
     else:
         if gpu is None and args.on == AUTO:
-            print(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.", file=sys.stderr)
+            notices.append(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.")
         rates = committed_rates()
     _require_dtype(settings.dtype, "fp32" if rates.itemsize == 4 else "bf16", rates.machine)
     memory = args.memory or MEMORY_GIB.get(rates.machine)
@@ -123,7 +139,7 @@ def _made(args: argparse.Namespace) -> Plan:
         memory = gpu.total_memory / 2**30
     made = plan(rates, args.seq, args.document_tokens, memory)
     if block is None:
-        print(f"{args.file}: no sparse_attention block; this is the plan of dense training.", file=sys.stderr)
+        notices.append(f"{args.file}: no sparse_attention block; this is the plan of dense training.")
     return made
 
 

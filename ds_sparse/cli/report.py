@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ..tools.terminal import Terminal
 from ..tools.wording import listed
-from ._terminal import Terminal
 
 if TYPE_CHECKING:
     from ._facts import Facts, Library

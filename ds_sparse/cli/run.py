@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 
 from ..integrations.flag import FLAG
-from ._terminal import wrong
+from ..tools.terminal import wrong
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

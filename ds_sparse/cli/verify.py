@@ -8,7 +8,7 @@ from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 from ..tools.arguments import positive
-from ._terminal import Terminal, wrong
+from ..tools.terminal import Terminal, wrong
 
 if TYPE_CHECKING:
     import torch

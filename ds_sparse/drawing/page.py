@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..layout import LayoutRows
+from ..picture import head_name
 from .changes import Changes
-from .pictures import head_name, require_writable, writing
+from .pictures import require_writable, writing
 from .walk import LARGEST, walks
 
 PAGES = (".html",)

@@ -5,29 +5,26 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..layout import ROWS_AT_ONCE, LayoutRows, RowMaker
+from ..layout import LayoutRows
+from ..picture import CELLS, Drawable, Panel, cell_of, head_name, html_of, panels_of
 from ..tools.extras import optional_imports
-from ..tools.torch_settings import cpu_threads
-from ..tools.wording import in_ranges, listed
+from ..tools.wording import listed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg")
 """Endings of the files that `save_drawing` writes."""
-
-CELLS = 512
-"""Most cells along a side of a picture in a file."""
 
 
 @dataclass(frozen=True)
@@ -44,46 +41,76 @@ UNICODE = Characters(" ░▒▓█", " ▀▄█", "█ live block, blank: no b
 ASCII = Characters(" .:+#", " '.#", "' upper block live, . lower block live, # both, blank: none")
 
 
-@dataclass(frozen=True)
-class Panel:
-    """Heads with one layout: the share of live blocks in each cell (float, cell rows x cell columns), and in all."""
+class Picture(str):
+    """A layout as text, which a terminal shows, and as HTML, which a notebook shows."""
 
-    heads: list[int]
-    shares: Tensor
-    density: float
+    _repr_html_: Callable[[], str]
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def draw(
-    layout: Tensor | LayoutRows, block: int, columns: int = 64, head: int | None = None, ascii: bool | None = None
-) -> str:
-    """The layout as text for a terminal: one picture of all heads that are equal, small ones beside each other of those
-    that differ, their density, a legend.
+    what: Drawable | Tensor | LayoutRows,
+    block: int | None = None,
+    columns: int = 64,
+    head: int | None = None,
+    ascii: bool | None = None,
+    stretch: bool = False,
+    tokens: int | None = None,
+) -> Picture:
+    """A structure, an index or a layout as a picture: text for a terminal, and an image in a notebook.
 
+    One picture of all heads that are equal, small ones beside each other of those that differ, their density, a legend.
     Up to `columns` block columns a character is one block wide and two blocks high; above, a character stands for a
     cell of several blocks and its shade for the share of them that is live.
 
     Args:
-        layout: (H, R, C) or (R, C), bool or 0/1 integers, or `SparsityConfig.make_rows`.
-        block: tokens in a block, for the legend; 1 of a layout of single tokens.
+        what: a structure; an index; a layout, (H, R, C) or (R, C), bool or 0/1 integers, or
+            `SparsityConfig.make_rows`.
+        block: tokens in a block of a layout, for the legend; 1, the default, of a layout of single tokens.
         columns: width of all in characters.
         head: draw this head alone; of a layout that all heads share, this.
         ascii: ASCII characters only. None: if standard output takes no others.
+        stretch: a picture of all heads makes blocks as large as `columns` have room for.
+        tokens: of a structure's layout, rounded up to whole blocks; 2048 by default.
+
+    Returns:
+        The text, a str, with `_repr_html_`.
+
+    Raises:
+        ValueError: a structure without a layout of that length, or that chooses its blocks in each call.
+        TypeError: none of these.
+
+    Examples:
+        >>> import ds_sparse
+        >>> structure = ds_sparse.LocalSlidingWindowSparsityConfig(num_heads=4, block=16, causal=True)
+        >>> ds_sparse.draw(structure, tokens=128, ascii=True)
+        all heads: 8 x 8 blocks of 16 tokens, density 23.4%
+        #.
+         '#.
+           '#.
+             '#.
+        ' upper block live, . lower block live, # both, blank: none; rows are queries, columns keys
     """
-    rows = layout if isinstance(layout, LayoutRows) else LayoutRows.of(layout)
+    if isinstance(what, Drawable):
+        rows, block = what.rows_to_draw(tokens)
+    else:
+        rows, block = what if isinstance(what, LayoutRows) else LayoutRows.of(what), block or 1
     characters = ASCII if (takes_ascii_only(sys.stdout) if ascii is None else ascii) else UNICODE
-    full = _cell(rows, columns)
-    panels = _panels(rows, (2 * full, full) if full > 1 else (1, 1), head)
+    full = cell_of(rows, columns)
+    panels = panels_of(rows, (2 * full, full) if full > 1 else (1, 1), head)
     unit = "block" if block > 1 else "pair"
     size = f"{rows.rows} x {rows.columns} {f'blocks of {block} ' if block > 1 else ''}tokens"
     if len(panels) == 1:
         cell, lines = full, [f"{head_name(panels[0].heads, rows.heads, head)}: {size}, density {panels[0].density:.1%}"]
-        lines += _text(panels[0], full, characters)
+        lines += _text(panels[0], full, characters, max(1, columns // rows.columns) if stretch else 1)
     else:
         across = min(len(panels), max(1, (columns + 2) // 16))
         width = (columns + 2) // across - 2
-        cell = _cell(rows, width)
+        cell = cell_of(rows, width)
         if cell != full:
-            panels = _panels(rows, (2 * cell, cell))
+            panels = panels_of(rows, (2 * cell, cell))
         lines = [size, *_beside_each_other(panels, rows, cell, across, width, characters)]
     if cell == 1:
         legend = characters.halves_legend.replace("block", unit)
@@ -92,7 +119,9 @@ def draw(
             f"one character = {2 * cell} x {cell} {unit}s; {' '.join(characters.shades[1:])} share of live {unit}s up "
             "to 25, 50, 75, 100 %, blank: none"
         )
-    return "\n".join([*lines, f"{legend}; rows are queries, columns keys"])
+    picture = Picture("\n".join([*lines, f"{legend}; rows are queries, columns keys"]))
+    picture._repr_html_ = partial(html_of, rows, block, head=head)
+    return picture
 
 
 def save_drawing(
@@ -159,86 +188,11 @@ def takes_ascii_only(stream: TextIO) -> bool:
     return (named or os.environ.get("LANG")) in ("C", "POSIX")
 
 
-def _cell(rows: LayoutRows, width: int) -> int:
-    """Block columns in a character of a picture of this width. Of a pattern that repeats itself they are whole periods,
-    or a part of one that divides it: else columns of equal characters would have unequal shares of it, and their shades
-    would make stripes that the layout has not."""
-    least = -(-rows.columns // max(1, width))
-    period = _period(rows, 4 * least) if least > 1 else 1
-    return next((cell for cell in range(least, 2 * least) if 0 in (cell % period, period % cell)), least)
-
-
-def _period(rows: LayoutRows, most: int) -> int:
-    """Block columns after which what the last rows see far before them repeats itself, `most` at most; 1 if it does
-    not."""
-    last = rows.maker(0)(range(max(0, rows.rows - ROWS_AT_ONCE), rows.rows))
-    _, kinds = last[:, rows.columns // 8 : rows.columns // 2].unique(dim=1, return_inverse=True)
-    periods = range(1, min(most, len(kinds) // 2) + 1)
-    return next((period for period in periods if torch.equal(kinds[period:], kinds[:-period])), 1)
-
-
-def _panels(rows: LayoutRows, cell: tuple[int, int], head: int | None = None) -> list[Panel]:
-    """One for each distinct head, or of one head, in cells of so many rows and columns; those at the edge count only
-    the blocks they hold. Of each head no more than ROWS_AT_ONCE rows exist at a time."""
-    heads = range(rows.heads) if head is None else [head if rows.heads > 1 else 0]
-    makers = {h: rows.maker(h) for h in heads}
-    cells = [-(-size // along) for size, along in zip((rows.rows, rows.columns), cell, strict=True)]
-    groups = [(list(heads), torch.zeros(cells, dtype=torch.int64))]
-    with cpu_threads(1):  # a piece of rows is so small that threads wait for each other longer than they work
-        for start in range(0, rows.rows, ROWS_AT_ONCE):
-            piece = range(start, min(start + ROWS_AT_ONCE, rows.rows))
-            groups = [part for members, counts in groups for part in _split(members, counts, makers, piece, cell)]
-    heights, widths = (
-        torch.tensor([min(along, size - place) for place in range(0, size, along)])
-        for size, along in zip((rows.rows, rows.columns), cell, strict=True)
-    )
-    return [
-        Panel(members, counts / (heights[:, None] * widths), counts.sum().item() / (rows.rows * rows.columns))
-        for members, counts in sorted(groups, key=lambda group: group[0])
-    ]
-
-
-def _split(
-    members: list[int], counts: Tensor, makers: dict[int, RowMaker], piece: range, cell: tuple[int, int]
-) -> Iterator[tuple[list[int], Tensor]]:
-    """The heads of a group that are equal in a piece of rows too, and their counts of live blocks up to here."""
-    parts: list[tuple[Tensor, list[int]]] = []
-    for h in members:
-        live = makers[h](piece)
-        for other, equal in parts:
-            if np.array_equal(live.numpy(), other.numpy()):  # five times as fast as torch.equal of bools
-                equal.append(h)
-                break
-        else:
-            parts.append((live, [h]))
-    for live, equal in parts:
-        yield equal, _counted(counts.clone(), live.view(torch.uint8), piece, cell)
-
-
-def _counted(counts: Tensor, live: Tensor, piece: range, cell: tuple[int, int]) -> Tensor:
-    height, width = cell
-    place = piece.start
-    while place < piece.stop:
-        end = min(place - place % height + height, piece.stop)
-        of_columns = live[place - piece.start : end - piece.start].sum(0, dtype=torch.uint8)
-        padded = torch.nn.functional.pad(of_columns, (0, -len(of_columns) % width))
-        counts[place // height] += padded.unflatten(0, (-1, width)).sum(1)
-        place = end
-    return counts
-
-
-def head_name(heads: Sequence[int], of: int, asked: int | None) -> str:
-    """The heads of one picture, of a layout of so many; or the one that was asked for."""
-    if asked is not None:
-        return f"head {asked}"
-    if len(heads) == of:
-        return "all heads"
-    return f"head{'s' * (len(heads) > 1)} {in_ranges(heads)}"
-
-
-def _text(panel: Panel, cell: int, characters: Characters) -> list[str]:
+def _text(panel: Panel, cell: int, characters: Characters, times: int = 1) -> list[str]:
+    """The lines of a picture, whose single blocks are so many characters wide, and as high."""
     if cell == 1:
-        live = torch.nn.functional.pad(panel.shares.int(), (0, 0, 0, panel.shares.shape[0] % 2))
+        live = panel.shares.int().repeat_interleave(times, 0).repeat_interleave(times, 1)
+        live = torch.nn.functional.pad(live, (0, 0, 0, len(live) % 2))
         codes, of = live[0::2] + 2 * live[1::2], characters.halves
     else:
         # ceil: a single live block in a cell still shows.
@@ -263,8 +217,8 @@ def _figure(rows: LayoutRows, block: int, title: str, head: int | None) -> Figur
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cell = max(_cell(rows, CELLS), -(-rows.rows // CELLS))
-    panels = _panels(rows, (cell, cell), head)
+    cell = max(cell_of(rows, CELLS), -(-rows.rows // CELLS))
+    panels = panels_of(rows, (cell, cell), head)
     across = min(len(panels), 6)
     down = -(-len(panels) // across)
     side = 4.2 if across == 1 else 3.2 if across < 4 else 2.2

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._ops import ops
 from ..dispatch import TILE, tile_heights
-from ..layout import check_values, unpack_bits, with_heads_of_sequences
+from ..layout import LayoutRows, check_values, unpack_bits, with_heads_of_sequences
 from .build import NUMBERS, TilePlan, bits_of, bits_of_blocks
 from .cache import is_in_graph
 from .lists import Lists
@@ -509,6 +509,10 @@ class BlockIndex(OnDevice):
         what = "The live blocks of rows, which the gradient of distance_bias takes, cannot be counted"
         instead = "read index.row_lengths once before, for causal calls index.causal().row_lengths."
         return self._once("row_lengths", lambda: self.lists.row_offsets.diff().tolist(), instead, what)
+
+    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+        """The layout; waits for the device."""
+        return LayoutRows.of(self.layout()), self.block
 
     def layout(self) -> Tensor:
         """The layout, unpacked at each call.

@@ -9,6 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..layout import LayoutRows
+from ..picture import in_notebook
 from .cache import Refusal, is_capturing, keep_for_good
 from .transforms import made_outside, outside_transforms
 
@@ -78,6 +80,17 @@ class OnDevice:
     def device(self) -> torch.device:
         """Where the index is; kinds that every call asks say it of one tensor themselves, which is faster."""
         return next(self._tensors()).device
+
+    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+        """The layout, and the tokens in a block; waits for the device.
+
+        Raises:
+            ValueError: there is none.
+        """
+        raise ValueError(f"{type(self).__name__} has no layout to draw.")
+
+    def _repr_html_(self) -> str | None:
+        return in_notebook(self)
 
     def ready(self) -> Self:
         """The index itself, for what the current stream does next (see `ReadyEvent`)."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._ops import ops
 from ..dispatch import HOPPER_TILE, tile_heights
+from ..layout import LayoutRows, unpack_bits
 from ..tools.memory import refuse_too_large
 from .block import BlockIndex, as_index, check_integers
 from .build import TilePlan
@@ -395,6 +396,10 @@ class PackedIndex(OnDevice):
         if HOPPER_TILE in tile_heights("block_sparse_attention", self.device, self.block):
             self.tile_spans("rows", HOPPER_TILE, causal)
         return self
+
+    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+        """The blocks of all documents, one after the other; waits for the device."""
+        return LayoutRows.of(unpack_bits(self.ready()._bits(False), len(self.spans))), self.block
 
     def causal_blocks(self, causal: bool) -> BlockIndex:
         """The blocks; with `causal` without those above the diagonal. Made at the first call, which synchronises once;

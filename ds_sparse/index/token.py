@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..dispatch import tile_heights
-from ..layout import to_token_mask
+from ..layout import LayoutRows, to_token_mask
 from .block import BlockIndex, check_block
 from .on_device import OnDevice
 from .packed import Documents, check_document_layout
@@ -36,6 +36,9 @@ from .token_tiles import BLOCK, TokenTiles
 from .transforms import made_outside, outside_transforms
 
 _PREPARED = "pass index.prepared(), on the device of the operands."
+
+MOST_DRAWN = 2**26
+"""Pairs of a mask, of all lists together, that is made to be drawn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,6 +198,13 @@ class TokenIndex(OnDevice):
         parts += [f"{self.batch} sequences"] if self.batch > 1 else []
         parts += [f"{self.heads} heads" if self.heads > 1 else "any heads"]
         return f"TokenIndex({', '.join(parts)}, {self.device})"
+
+    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+        """The pairs, or the blocks of 64 that hold them where there are many tokens; waits for the device."""
+        if self.num_lists * self.queries * self.keys > MOST_DRAWN:
+            return self.blocks(64).rows_to_draw()
+        mask = self.mask()
+        return LayoutRows.of(mask.reshape(-1, *mask.shape[-2:])), 1
 
     @property
     def device(self) -> torch.device:

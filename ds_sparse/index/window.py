@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import ops
+from ..layout import LayoutRows, RowMaker
 from ..native import instruction_set
 from ..tools.block_sizes import BLOCK_SIZES
 from ..tools.memory import refuse_too_large
@@ -175,6 +176,24 @@ class WindowIndex(OnDevice):
         parts = [f"{self.tokens} tokens", heads, f"{self.num_global} global"]
         parts += ["causal"] if self.causal else []
         return f"WindowIndex({', '.join(parts)}, blocks of {self.blocks.block}, {self.device})"
+
+    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+        """The pairs of tokens in the sequence's order; waits for the device."""
+        limits, places = self.ready().limits.cpu(), torch.arange(self.tokens)
+        inverse = places[None] if self.inverse is None else self.inverse.cpu()
+
+        def of_head(head: int) -> RowMaker:
+            order = inverse[head if len(inverse) > 1 else 0]
+
+            def make(rows: range) -> Tensor:
+                queries = places[rows.start : rows.stop]
+                first, after = limits[head, order[queries], :, None].unbind(1)
+                live = ((order >= first) & (order < after)) | (order < self.num_global)
+                return live & (places <= queries[:, None]) if self.causal else live
+
+            return make
+
+        return LayoutRows(len(limits), self.tokens, self.tokens, of_head), 1
 
     @property
     def device(self) -> torch.device:

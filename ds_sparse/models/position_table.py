@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 _WITHOUT_TABLE = {"rotary": ("rotary", "rope"), "relative": ("relative", "rel_embeddings", "rel_pos")}
@@ -28,6 +29,35 @@ def position_table(base: nn.Module) -> nn.Embedding | None:
     """`embeddings.position_embeddings` of an encoder, where it is a table."""
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     return table if isinstance(table, nn.Embedding) else None
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """Tokens that a model has learned positions for; None where it has no table that is known."""
+    base: Any = base_model(model)
+    table = position_table(base)
+    if table is not None:
+        return table.num_embeddings - reserved_rows(table)
+    tables = (getattr(base, name, None) for name in ("wpe", "embed_positions"))  # GPT-2's and BART's
+    return next((x.num_embeddings - getattr(x, "offset", 0) for x in tables if isinstance(x, nn.Embedding)), None)
+
+
+def why_too_long(model: nn.Module, tokens: int) -> str | None:
+    """The sentence for a model that is to take so many tokens, and for which fewer positions are there."""
+    most = most_tokens(model)
+    if most is None or tokens <= most:
+        return None
+    how = "a longer table of positions, with a structure for as many (max_seq_length)"
+    if position_table(base_model(model)) is not None:
+        how = f"SparseAttentionUtils.extend_position_embedding(model, {tokens}), or its checkpoint with ds_sparse adapt"
+    return f"{type(model).__name__} takes up to {most} tokens, and {tokens} are wanted; extend it with {how}."
+
+
+def longest_row(model: nn.Module, ids: torch.Tensor) -> int:
+    """Tokens of the longest row of (B, T) that get positions of their own: padding gets none where RoBERTa counts."""
+    table = position_table(base_model(model))
+    if table is None or table.padding_idx is None or ids.is_floating_point():
+        return ids.shape[1]
+    return int((ids != table.padding_idx).sum(1).max())
 
 
 def kind_without_table(model: nn.Module) -> tuple[str, str] | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from ..modules.structured_attention import StructuredAttention
+from ..picture import html_of
 
 NULL = 'null in "layers" of the block'
 """Why a layer stays dense."""
@@ -21,6 +23,7 @@ class Kind(NamedTuple):
         was, now: what each of them is, before and after, for the report.
         what: what they compute afterwards; of layers that stay dense, why.
         sparse: whether they become sparse.
+        attention: what computes in them, where it has a layout.
     """
 
     layers: Mapping[str, nn.Module]
@@ -28,6 +31,7 @@ class Kind(NamedTuple):
     now: Sequence[str]
     what: str
     sparse: bool = True
+    attention: StructuredAttention | None = None
 
 
 class Change:
@@ -148,6 +152,16 @@ class SparsifyReport:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The table, and a picture of each layout, for a notebook."""
+        layouts = {id(kind.attention): kind.attention for kind in self._shown() if kind.attention is not None}
+        pictures = [
+            html_of(attention.layout, attention.sparsity_config.block, describe(attention))
+            for attention in layouts.values()
+            if not attention.chooses
+        ]
+        return f"<pre>{html.escape(str(self))}</pre>{''.join(pictures)}"
 
     def _kinds(self) -> list[Kind]:
         return [kind for change in self._changes for kind in change.kinds]

@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 
 from ..sparsity import SparsityConfig
+from ..tools.ranks import say
 from .families import families
 from .families._plain import BY_HAND
 from .layers import AttentionLayers, attention_layers, refuse_sparse
+from .position_table import why_too_long
 from .report import Change, SparsifyReport
 from .structures import Structures, Wanted
 
@@ -43,7 +45,7 @@ def sparsify(
             draws; a model in plain PyTorch keeps no seed, so its random blocks need one.
         max_seq_length: tokens that the layout is built for, rounded up to whole blocks; by default
             `config.max_position_embeddings`. Without that it is 2048; the layout of a Transformers model then doubles
-            until it covers the batch.
+            until it covers the batch. Where the model has fewer positions, a line says how to extend them.
 
     Returns:
         What was changed; its `undo()` puts the model back.
@@ -54,7 +56,8 @@ def sparsify(
             structure for another number of heads, or without a layout of this length. Nothing has been changed then.
         TypeError: a model that is no module; neither a structure nor a dict.
         RuntimeError: several ranks would draw a seed before torch.distributed runs; later, in a forward, a layer
-            that ran without its sparse attention. A forward raises ValueError for cross-attention.
+            that ran without its sparse attention. A forward raises ValueError for cross-attention, and a model of
+            Transformers for more tokens than it has learned positions for.
 
     Examples:
         >>> import transformers
@@ -74,7 +77,10 @@ def sparsify(
         raise TypeError(
             f"model is a {type(model).__name__}; it has to be a torch.nn.Module, such as what from_pretrained returns."
         )
-    return activate(model, attention_layers(model), sparsity_config, max_seq_length)
+    report = activate(model, attention_layers(model), sparsity_config, max_seq_length)
+    if max_seq_length is not None and (why := why_too_long(model, max_seq_length)) is not None:
+        say(why)
+    return report
 
 
 def activate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from .communication import crosses_nodes
@@ -34,7 +34,7 @@ def advise(
     model: Model,
     settings: Settings,
     seq_len: int,
-    walks: Sequence[Walked],
+    walks_of: Callable[[Settings], Sequence[Walked]],
     memory_gib: float,
     most_ranks: int,
 ) -> Advice | None:
@@ -43,7 +43,7 @@ def advise(
 
     Args:
         seq_len: tokens of a sequence, whole blocks.
-        walks: what each layer attends to.
+        walks_of: what each layer attends to, by settings.
         memory_gib: of a GPU.
         most_ranks: that can share a sequence.
     """
@@ -54,7 +54,7 @@ def advise(
     ]
     for wanted in (replace(settings, ranks=1, checkpoints=False), *sorted(shared, key=crosses_nodes)):
         if (found := largest_batch(model, wanted, seq_len, memory_gib)) is not None:
-            return Advice(found, step_of(rates, model, found, seq_len, walks))
+            return Advice(found, step_of(rates, model, found, seq_len, walks_of(found)))
     return None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..sequence.deal import deal_heads
+from .layers import Walked
 from .model import Model
 from .operations import FP32, ITEM
 from .settings import Settings
@@ -20,8 +22,9 @@ BETWEEN_NODES = 8 / (ADAPTER_GBITS * 1e6)
 
 
 def of_rank(model: Model, settings: Settings) -> Model:
-    """The model with the heads alone that one rank attends with: of the rank that has most."""
-    deal = deal_heads([1] * model.heads, model.key_heads, settings.ranks)
+    """The model with the heads alone that one rank attends with, of the rank that has most, where ranks exchange heads.
+    Of more ranks than heads some have none."""
+    deal = deal_heads([1] * model.heads, model.key_heads, min(settings.ranks, model.heads))
     return replace(model, heads=max(map(len, deal.queries)), key_heads=max(map(len, deal.keys)))
 
 
@@ -30,13 +33,21 @@ def crosses_nodes(settings: Settings) -> bool:
     return settings.gpus > NODE and NODE % settings.ranks != 0
 
 
-def exchanged(model: Model, settings: Settings, seq_len: int) -> float:
+def exchanged(model: Model, settings: Settings, seq_len: int, walks: Sequence[Walked] = ()) -> float:
     """Bytes that leave a rank for attention in a step: its tokens' query, key and value of the heads of the others,
-    later the outputs of its own heads, and as many backward; with checkpoints forward once more."""
+    later the outputs of its own heads, and as many backward; with checkpoints forward once more. In layers whose walks
+    say so keys and values go in their place, and, of rows that all ranks compute together, queries and outputs.
+
+    Args:
+        walks: what each layer attends to; without them all exchange heads.
+    """
     own = of_rank(model, settings)
-    of_token = _item(settings) * 2 * (own.attention_width + own.key_width)
+    of_heads = (settings.ranks - 1) * 2 * (own.attention_width + own.key_width) * settings.tokens(seq_len)
+    of_keys = [
+        walked.keys.received * model.head_dim * settings.micro_batch for walked in walks if walked and walked.keys
+    ]
     ways = settings.accumulation * (3 if settings.checkpoints else 2)
-    return float(ways * model.layers * (settings.ranks - 1) * of_token * settings.tokens(seq_len))
+    return float(ways * _item(settings) * ((model.layers - len(of_keys)) * of_heads + sum(of_keys)))
 
 
 def reduced(model: Model, settings: Settings, seq_len: int) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,18 +19,24 @@ from ..dispatch import HOPPER_TILE, TILE
 from ..index.build import TilePlan, bits_of
 from ..index.packing import MAX_LINES
 from ..layout import causal_cut
+from ..sequence.deal import deal_heads
+from ..sequence.halo_plan import halo_that_pays, keys_pay, live_blocks, part_lengths, received_of_window
 from ..sparsity import ChosenSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import random_numbers_kept
 from ..tools.block_sizes import rounded_up
 from ..tools.wording import in_ranges, reason
 from .model import Model
+from .settings import Settings
 
 WINDOW_BLOCK = 64
 """Tokens on the side of the blocks that a model's own windows are counted in."""
 
 MOST_BLOCKS = 2**28
 """Blocks of a layout, all its heads together, that are laid out to be walked."""
+
+DENSE = "dense"
+"""Words for a layer without blocks."""
 
 T = TypeVar("T")
 
@@ -48,6 +56,18 @@ class Side:
     entries: float
 
 
+class KeysSent(NamedTuple):
+    """The exchange of ranks that each compute the queries of their own tokens.
+
+    Attributes:
+        share: of the scores of a layer, of the rank that computes most.
+        received: numbers of a token and head that a rank receives of a sequence in forward.
+    """
+
+    share: float
+    received: int
+
+
 @dataclass(frozen=True)
 class Walk:
     """A layout as attention computes it.
@@ -57,6 +77,7 @@ class Walk:
         live: scores of live blocks, mean over heads.
         forward: tiles of block rows.
         backward: tiles of block columns.
+        keys: what ranks that share the sequence send each other; None where they exchange heads.
     """
 
     block: int
@@ -64,6 +85,7 @@ class Walk:
     live: float
     forward: Side
     backward: Side
+    keys: KeysSent | None = None
 
     @classmethod
     def of(cls, layout: Tensor, block: int) -> Walk:
@@ -83,7 +105,7 @@ class Walk:
         for way, entries in ((FORWARD, of_sets[: len(heights)]), (BACKWARD, of_sets[len(heights) :])):
             computed, loaded = (entries[i] * block * max(block, heights[i]) for i in (0, -1))
             found[way] = Side(computed, loaded, entries[-1])
-        return cls(block, layout.shape[1] * block, live, **found)
+        return cls(block, layout.shape[1] * block, live, found[FORWARD], found[BACKWARD])
 
     @property
     def density(self) -> float:
@@ -129,7 +151,7 @@ class Kind:
     def in_words(self) -> str:
         if self.window is not None:
             return f"own window of {self.window} tokens on either side"
-        return "dense" if self.structure is None else f"{mode_of(type(self.structure))}, block {self.structure.block}"
+        return DENSE if self.structure is None else f"{mode_of(type(self.structure))}, block {self.structure.block}"
 
 
 def kinds_of(block: Mapping[str, Any] | None, model: Model, source: str) -> list[Kind]:
@@ -188,8 +210,20 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
     return live / rows.heads * structure.block**2
 
 
-def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
+def walks_of(kinds: Sequence[Kind], model: Model, settings: Settings, seq_len: int) -> list[Walked]:
+    """`walk_of` of each kind, with the exchange of ranks that share a sequence."""
+    lengths: tuple[int, ...] = ()
+    if settings.ranks > 1 and not model.attention_dropout:  # with which ranks exchange heads
+        block = math.lcm(*(kind.block for kind in kinds if kind.structure is not None))
+        lengths = part_lengths(seq_len, settings.ranks, block, whole_blocks=settings.ranks > model.heads)
+    return [walk_of(kind, model, seq_len, lengths) for kind in kinds]
+
+
+def walk_of(kind: Kind, model: Model, seq_len: int, lengths: Sequence[int] = ()) -> Walked:
     """The tiles that kernels walk in layers of a kind; None for dense attention.
+
+    Args:
+        lengths: tokens of each rank, where ranks share the sequence and may exchange keys.
 
     Raises:
         ValueError: the structure has no layout of this length; a layout too large to be laid out here.
@@ -198,7 +232,10 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
     if kind.window is not None:
         row = torch.arange(blocks)
         near = (row[:, None] - row).abs() <= -(-kind.window // WINDOW_BLOCK)
-        return Walk.of(near[None], WINDOW_BLOCK)
+        walk = Walk.of(near[None], WINDOW_BLOCK)
+        received = received_of_window(lengths, kind.window, model.does.causal, model.key_heads) if lengths else 0
+        pays = lengths and keys_pay(received, seq_len, len(lengths), model.heads, model.key_heads)
+        return replace(walk, keys=KeysSent(max(lengths) / seq_len, received)) if pays else walk
     if structure is None:
         return None
     heads = structure.num_heads if structure.different_layout_per_head else 1
@@ -216,9 +253,18 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walked:
             f"{kind.in_words()}: no layout of {tokens:,} tokens ({reason(error)}); give a longer --seq, or change the "
             "structure."
         ) from None
-    if declared_value(structure, "causal") or model.does.causal:
+    causal = declared_value(structure, "causal") or model.does.causal
+    if causal:
         layout = causal_cut(layout)
-    return Walk.of(layout, structure.block)
+    walk = Walk.of(layout, structure.block)
+    return replace(walk, keys=_keys_sent(layout, structure.block, model, lengths, causal)) if lengths else walk
+
+
+def _keys_sent(layout: Tensor, block: int, model: Model, lengths: Sequence[int], causal: bool) -> KeysSent | None:
+    heads, key_heads = model.heads, model.key_heads
+    deal = partial(deal_heads, live_blocks(layout, heads), key_heads, len(lengths))
+    halo = halo_that_pays(layout, block, lengths, heads, key_heads, deal, may_be_wide=not causal)
+    return None if halo is None else KeysSent(max(halo.loads) / max(1, sum(halo.loads)), halo.received)
 
 
 @contextmanager

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from ..sparsity.declarations import declared_value
 from ..tools.wording import listed
 from .communication import ADAPTER_GBITS, NODE, crosses_nodes
-from .layers import Kind
+from .layers import Kind, Walked
 from .memory import LEFT_FREE
 from .model import Model
 from .rates import Rates
 from .settings import ADAMS, STATES, Settings
+
+UNMEASURED = "not measured: "
+"""The beginning of a sentence about what is extrapolated."""
 
 TOKENS_MEASURED = {2: 32768, 4: 2048}
 """Tokens of a forward pass that rates come from, by the bytes of a number: 32 bits are those of a CPU."""
@@ -20,13 +23,15 @@ TOKENS_OF_A_RANK = 65536
 """Tokens of a forward pass on several GPUs, with fewer of which they wait for Python (docs/plan.md)."""
 
 
-def said_of(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[str]:
-    """Sentences, first of what is assumed, then, with "not measured" in front, of what is extrapolated."""
-    beyond = [f"not measured: {sentence}" for sentence in _beyond(rates, model, settings, kinds, seq_len)]
-    return [*_assumed(rates, model, settings), *beyond]
+def said_of(
+    rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], walks: Sequence[Walked], seq_len: int
+) -> list[str]:
+    """Sentences, first of what is assumed, then, with `UNMEASURED` in front, of what is extrapolated."""
+    beyond = [f"{UNMEASURED}{sentence}" for sentence in _beyond(rates, model, settings, kinds, seq_len)]
+    return [*_assumed(rates, model, settings, walks), *beyond]
 
 
-def _assumed(rates: Rates, model: Model, settings: Settings) -> list[str]:
+def _assumed(rates: Rates, model: Model, settings: Settings, walks: Sequence[Walked]) -> list[str]:
     kept = "made again layer by layer" if settings.checkpoints else "kept"
     predicted = "all" if model.labelled == 1 else f"{model.labelled:.0%} of the"
     said = [
@@ -39,6 +44,15 @@ def _assumed(rates: Rates, model: Model, settings: Settings) -> list[str]:
         said.append(f"optimizer {settings.optimizer} is counted as Adam; known are {known}.")
     if settings.gpus > 1:
         said.extend(_sent(rates, settings))
+    if keys := sum(walked is not None and walked.keys is not None for walked in walks):
+        said.append(
+            f"ranks of a sequence send each other keys in {keys} of {model.layers} layers"
+            f"{', and heads in the others' if keys < model.layers else ''}; dense steps send heads."
+        )
+    if settings.ranks > model.heads:
+        said.append(
+            f"dense attention takes {model.heads} ranks of a sequence at most: in dense steps the other ranks wait."
+        )
     if settings.offloads:
         said.append("what an optimizer on the CPU takes is not counted.")
     if settings.dtype == "fp16":
@@ -87,7 +101,7 @@ def _sent(rates: Rates, settings: Settings) -> Iterator[str]:
     """Sentences on what GPUs send each other, and how fast."""
     parts = {"gradients and weights": rates.reduction}
     if settings.ranks > 1:
-        parts["heads of a sequence"] = rates.exchange
+        parts["heads and keys of a sequence"] = rates.exchange
     for what, rate in parts.items():
         yield (
             f"time that GPUs take to send {what} is not counted: none was measured here."

@@ -130,7 +130,7 @@ def kept_by_attention(model: Model) -> int:
 
 
 def exchange(model: Model) -> Part:
-    """Copies of a layer whose sequence ranks share: query, key, value and output once each way.
+    """Copies of a layer whose sequence ranks share, by heads or by keys: query, key, value and output once each way.
     (Gradients of the first three are copied once more; a layer has that copy, which puts them into the order of
     tokens.) The output is kept twice, as attention gives it and as the projection reads it."""
     numbers = 2 * (model.attention_width + model.key_width)

@@ -10,9 +10,9 @@ from ..sequence.deal import check_ranks
 from ..sparsity import ChosenSparsityConfig
 from ..tools.wording import listed
 from .advice import Advice, advise
-from .communication import of_rank
 from .layers import (
     BACKWARD,
+    DENSE,
     FORWARD,
     Kind,
     Walked,
@@ -22,14 +22,14 @@ from .layers import (
     layers_in_words,
     live_scores,
     spread,
-    walk_of,
+    walks_of,
 )
 from .limits import said_of
 from .memory import GIB, Memory, fits, longest, memory_of
 from .model import Model
 from .rates import Rates
 from .settings import RANKS, Settings
-from .step import Step, flops_of, odd_vocabulary, step_of
+from .step import Step, attention_of, flops_of, odd_vocabulary, step_of
 
 SHORTEST = 512
 """Tokens of the shortest sequence that dense and sparse are compared at."""
@@ -120,6 +120,11 @@ class Plan:
         return None if self.memory_gib is None else fits(self.model, self.settings, self.padded, self.memory_gib)
 
     @property
+    def is_dense(self) -> bool:
+        """True where no layer is sparse."""
+        return all(of.attention == DENSE for of in self.layers)
+
+    @property
     def gain(self) -> float:
         """The time of a dense step over that of a sparse one."""
         return self.dense_step.total / self.step.total
@@ -153,7 +158,6 @@ def make_plan(
             ranks of a sequence than heads, or several without a block; layers that choose their blocks, with what is
             known of their steps.
     """
-    check_ranks(model.heads, settings.ranks)
     if settings.ranks > 1 and block is None:
         raise ValueError(
             f"{source}: {RANKS} is {settings.ranks}, and there is no sparse_attention block, without which ds_sparse "
@@ -164,8 +168,14 @@ def make_plan(
     kinds = kinds_of(block, model, source)
     padded = in_whole_blocks(kinds, seq_len)
     _refuse_chosen(source, kinds, model, settings, padded)
-    walks = [walk_of(kind, model, padded) for kind in kinds]
+    walks = walks_of(kinds, model, settings, padded)
+    if not all(walked and walked.keys for walked in walks):
+        check_ranks(model.heads, settings.ranks)
     of_layers = spread(kinds, walks)
+
+    def of_others(others: Settings) -> list[Walked]:
+        return spread(kinds, walks_of(kinds, model, others, padded))
+
     dense: list[Walked] = [None] * model.layers
     live = [walked.live if walked else None for walked in of_layers]
     linear_flops, attention_flops = flops_of(model, settings, padded, live)
@@ -191,10 +201,10 @@ def make_plan(
         longest=None if memory_gib is None else longest(model, settings, largest_block(kinds), memory_gib),
         advice=None
         if memory_gib is None
-        else advise(rates, model, settings, padded, of_layers, memory_gib, model.heads if block is not None else 1),
+        else advise(rates, model, settings, padded, of_others, memory_gib, model.heads if block is not None else 1),
         odd_vocabulary=odd_vocabulary(rates, model, settings, padded),
         lengths=compare(rates, model, settings, kinds, seq_len),
-        remarks=said_of(rates, model, settings, kinds, seq_len),
+        remarks=said_of(rates, model, settings, kinds, of_layers, seq_len),
     )
 
 
@@ -223,7 +233,7 @@ def compare(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
     length, batch = seq_len, settings.micro_batch
     while length >= SHORTEST:
         try:
-            walks = spread(kinds, [walk_of(kind, model, length) for kind in kinds])
+            walks = spread(kinds, walks_of(kinds, model, settings, length))
         except ValueError:
             break
         same_tokens = replace(settings, micro_batch=batch)
@@ -236,9 +246,8 @@ def compare(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
 
 
 def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Settings, seq_len: int) -> Layers:
-    own = of_rank(model, settings)
     sparse, dense = (
-        sum(rates.attention(those, settings.micro_batch, own, seq_len, way) for way in (FORWARD, BACKWARD))
+        sum(attention_of(rates, model, settings, seq_len, those, way) for way in (FORWARD, BACKWARD))
         for those in (walked, None)
     )
     parts = (walked.density, walked.computed, walked.loaded, walked.waste) if walked else (1.0, 1.0, 1.0, 0.0)

@@ -77,7 +77,7 @@ class Rates:
         wide = self.itemsize / ITEM
         return self.products * work.flops + self.odd_products * work.odd_flops + self.moved * wide * work.moved
 
-    def attention(self, walked: Walked, batch: int, model: Model, seq_len: int, direction: str) -> float:
+    def attention(self, walked: Walked, batch: float, model: Model, seq_len: int, direction: str) -> float:
         """Milliseconds of attention in one layer, in one direction."""
         heads = batch * model.heads
         scores = seq_len**2 / (2 if model.does.causal else 1)
@@ -94,7 +94,7 @@ def times(coefficients: Sequence[float], row: Sequence[float]) -> float:
     return sum(c * x for c, x in zip(coefficients, row, strict=True))
 
 
-def attention_row(walked: Walked, heads: int, scores: float, seq_len: int, direction: str) -> list[float]:
+def attention_row(walked: Walked, heads: float, scores: float, seq_len: int, direction: str) -> list[float]:
     """The quantities that the time of attention goes by: scores computed, tokens, and a constant; of sparse attention,
     after the first, scores of the tiles loaded and entries of their lists."""
     if walked is None:

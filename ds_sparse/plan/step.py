@@ -56,14 +56,11 @@ def step_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walks:
         walks: what each layer attends to.
     """
     tokens = settings.tokens(seq_len)
-    batch, passes, of_own_heads = settings.micro_batch, settings.accumulation, of_rank(model, settings)
+    passes, alike = settings.accumulation, Counter(walks)
     copies = exchange(model) if settings.ranks > 1 else Part()
     work = (whole_model(model) + copies * model.layers).both * tokens
     ways = {
-        way: sum(
-            count * rates.attention(walked, batch, of_own_heads, seq_len, way)
-            for walked, count in Counter(walks).items()
-        )
+        way: sum(count * attention_of(rates, model, settings, seq_len, walked, way) for walked, count in alike.items())
         for way in (FORWARD, BACKWARD)
     }
     forward = rates.work((layer(model) + copies).forward * (model.layers * tokens)) + ways[FORWARD]
@@ -77,13 +74,20 @@ def step_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walks:
         checkpoints=passes * again,
         optimizer=optimizer,
         training=(rates.training or 0.0) * model.layers / rates.measured.layers,
-        exchange=_sent(exchanged(model, settings, seq_len), rates.exchange, crosses_nodes(settings)),
+        exchange=_sent(exchanged(model, settings, seq_len, walks), rates.exchange, crosses_nodes(settings)),
         reduction=_sent(
             reduced(model, settings, seq_len) + gathered(model, settings, seq_len),
             rates.reduction,
             settings.gpus > NODE,
         ),
     )
+
+
+def attention_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walked: Walked, way: str) -> float:
+    """Milliseconds of attention in one layer and direction, on the rank that computes most."""
+    if walked is not None and walked.keys is not None:
+        return rates.attention(walked, settings.micro_batch * walked.keys.share, model, seq_len, way)
+    return rates.attention(walked, settings.micro_batch, of_rank(model, settings), seq_len, way)
 
 
 def _sent(size: float, rate: float | None, between_nodes: bool) -> float:
@@ -109,5 +113,8 @@ def flops_of(model: Model, settings: Settings, seq_len: int, live: Sequence[floa
     work = whole_model(model).both
     whole = float(seq_len**2) / (2 if model.does.causal else 1)
     scores = sum(whole if of_layer is None else of_layer for of_layer in live)
-    each = (_flops.FORWARD + _flops.BACKWARD) * settings.micro_batch * of_rank(model, settings).attention_width
+    width: float = of_rank(model, settings).attention_width
+    if settings.ranks > model.heads:
+        width = model.attention_width / settings.ranks
+    each = (_flops.FORWARD + _flops.BACKWARD) * settings.micro_batch * width
     return passes * settings.tokens(seq_len) * (work.flops + work.odd_flops), passes * each * scores

@@ -10,7 +10,8 @@ from typing import Any
 from ..bench.machine import in_three_digits
 from ..bench.runs import WIDTH
 from ..tools.wording import listed
-from .memory import GIB, LEFT_FREE, MOST_TOKENS
+from .limits import UNMEASURED
+from .memory import GIB, MOST_TOKENS
 from .plan import Plan
 from .settings import RANKS, Settings
 
@@ -18,20 +19,121 @@ UNCERTAIN = 0.05
 """Steps nearer to each other than this are not told apart: predictions of measured steps are off by as much."""
 
 
-def lines_of(plan: Plan) -> Iterator[str]:
-    """Yields what is printed, line by line."""
-    model, settings = plan.model, plan.settings
-    if plan.fits is False:
+def lines_of(plan: Plan, details: bool = False) -> Iterator[str]:
+    """Yields what is printed, sentence by sentence and row by row; sentences that are too long are wrapped.
+
+    Args:
+        details: all numbers and assumptions, in the place of the main numbers.
+    """
+    for line in (*_verdict(plan), "", *(_details(plan) if details else _main_numbers(plan))):
+        if len(line) <= WIDTH:
+            yield line
+        else:
+            yield textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    """Yields two sentences: whether it fits and what it gains, and what to do in its place."""
+    needs = f"{plan.memory.total / GIB:.1f}"
+    if plan.fits is None:
+        fits = f"needs {needs} GiB (give the GPU's with --memory)"
+    elif plan.fits:
+        fits = f"fits: {needs} of {plan.memory_gib:.3g} GiB"
+    else:
+        fits = f"does not fit: a step needs {needs} GiB, the GPU has {plan.memory_gib:.3g}"
+    yield f"{fits}; {_gain(plan)}."
+    if plan.memory_gib is not None and plan.advice is None:
         yield (
-            f"does not fit: a step needs {plan.memory.total / GIB:.1f} GiB, and the GPU has {plan.memory_gib:g}, "
-            f"{LEFT_FREE:.0%} of which is not counted on. Times are those of such a GPU with more."
+            f"best alternative: more than {_gpus(plan.settings)}, as it does not fit with activation checkpointing "
+            f"either (with {plan.model.heads} heads at most as many can share a sequence); docs/a-million-tokens.md "
+            "says what else there is."
         )
-    yield (
-        f"{plan.file}: {model.name} ({model.parameters(plan.padded) / 1e6:,.0f} million parameters), "
-        f"{settings.micro_batch} x {plan.seq_len:,} tokens a pass"
+        return
+    others = _alternatives(plan)
+    if not others:
+        yield "best alternative: not known; give a JSON with a sparse_attention block."
+        return
+    ours, (best, speed) = plan.tokens / plan.step.total * 1e3, max(others.items(), key=lambda other: other[1])
+    if plan.fits is False or speed > (1 + UNCERTAIN) * ours:
+        times = "" if plan.fits is False else f", {speed / ours:.2f} times as fast"
+        yield f"best alternative: {best}: {speed:,.0f} tokens a second{times}."
+    else:
+        yield f"best alternative: none is faster; compared with {listed(others, 'and')}."
+
+
+def _gain(plan: Plan) -> str:
+    if plan.is_dense:
+        return "it is dense"
+    if abs(plan.gain - 1) < UNCERTAIN:
+        return f"as fast as dense, as far as rates tell ({plan.gain:.2f} times)"
+    if plan.gain > 1:
+        return f"{plan.gain:.2f} times faster than dense"
+    return f"{1 / plan.gain:.2f} times slower than dense"
+
+
+def _alternatives(plan: Plan) -> dict[str, float]:
+    """Tokens a second of what else could be trained and fits, by name."""
+    found = {}
+    if plan.advice is not None and plan.advice.settings != plan.settings:
+        found[_parallelism(plan, plan.advice.settings)] = plan.advice.tokens_per_second(plan.seq_len)
+    if plan.fits is not False and not plan.is_dense:  # dense attention needs the same memory
+        found["dense attention, without the flag"] = plan.tokens / plan.dense_step.total * 1e3
+        slow = [of for of in plan.layers if of.milliseconds > of.dense_milliseconds]
+        if slow and len(slow) < len(plan.layers):
+            passes = plan.settings.accumulation * (1.5 if plan.settings.checkpoints else 1)
+            saved = passes * sum(of.count * (of.milliseconds - of.dense_milliseconds) for of in slow)
+            name = f'null in "layers" for {",".join(of.layers for of in slow)}'
+            found[name] = plan.tokens / (plan.step.total - saved) * 1e3
+    return found
+
+
+def _parallelism(plan: Plan, settings: Settings) -> str:
+    parts = [f'"{RANKS}": {settings.ranks}'] if settings.ranks > 1 else []
+    if settings.ranks < settings.gpus:
+        parts.append("data parallelism")
+    if settings.checkpoints:
+        parts.append("activation checkpointing")
+    elif plan.settings.checkpoints:
+        parts.append("no activation checkpointing")
+    words = [*([listed(parts, "and")] if parts else []), f"{settings.micro_batch} x {plan.seq_len:,} tokens a pass"]
+    if settings.sequences != plan.settings.sequences:
+        words.append(f'"train_batch_size": {settings.sequences:,} (the JSON\'s is {plan.settings.sequences:,})')
+    return ", ".join(words)
+
+
+def _main_numbers(plan: Plan) -> Iterator[str]:
+    yield f"{plan.file}: {_sizes(plan)}; {plan.machine}"
+    yield f"{'':24} {'sparse':>10} {'dense':>10}"
+    sparse, dense = plan.step.total, plan.dense_step.total
+    yield f"{'ms a step':24} {sparse:10.1f} {dense:10.1f}"
+    yield f"{'ms of it in attention':24} {plan.step.attention:10.1f} {plan.dense_step.attention:10.1f}"
+    yield _tokens_a_second(plan)
+    kinds = "; ".join(f"{of.layers} {of.attention} ({of.density:.1%} of the scores)" for of in plan.layers)
+    yield textwrap.shorten(f"layers {kinds}", WIDTH, placeholder=" ...")
+    yield _longest(plan)
+    if plan.dense_is_faster_to is not None and plan.gain >= 1:
+        yield _dense_is_faster(plan)
+    unmeasured = sum(remark.startswith(UNMEASURED) for remark in plan.remarks)
+    more = [f"time lost to {listed(wasted, 'and')}"] if (wasted := _wasted(plan)) else []
+    more += [f"{unmeasured} thing{'s' if unmeasured > 1 else ''} not measured"] if unmeasured else []
+    yield f"--details: {', '.join([*more, 'each layer', 'other lengths', 'assumptions'])}. --json: all numbers."
+
+
+def _sizes(plan: Plan) -> str:
+    settings = plan.settings
+    return (
+        f"{plan.model.name}, {settings.micro_batch} x {plan.seq_len:,} tokens a pass"
         + (f", {settings.accumulation} passes a step" if settings.accumulation > 1 else "")
-        + f", {settings.dtype}, ZeRO {settings.zero_stage}, {_gpus(settings)}"
+        + f", {_gpus(settings)}"
         + (f", {settings.ranks} to a sequence" if settings.ranks > 1 else "")
+    )
+
+
+def _details(plan: Plan) -> Iterator[str]:
+    settings = plan.settings
+    yield (
+        f"{plan.file}: {_sizes(plan)}, {settings.dtype}, ZeRO {settings.zero_stage}, "
+        f"{plan.model.parameters(plan.padded) / 1e6:,.0f} million parameters"
     )
     yield f"rates: {plan.machine}, from {_sources(plan.rates_from)}"
     yield ""
@@ -40,10 +142,10 @@ def lines_of(plan: Plan) -> Iterator[str]:
     yield from _time(plan)
     yield ""
     yield from _memory(plan)
-    yield from _advice(plan)
     yield ""
-    yield from _dense(plan)
-    yield from _wasted(plan)
+    if len(plan.lengths) > 1:
+        yield from _lengths(plan)
+    yield from _wasted(plan).values()
     yield ""
     for remark in plan.remarks:
         yield f"- {remark}"
@@ -53,17 +155,6 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 def _gpus(settings: Settings) -> str:
     return f"{settings.gpus} GPU{'s' if settings.gpus > 1 else ''}"
-
-
-def printed(plan: Plan) -> str:
-    """The lines; sentences that are too long are wrapped."""
-    wrapped = (
-        textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-        if len(line) > WIDTH
-        else line
-        for line in lines_of(plan)
-    )
-    return "\n".join(wrapped)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -117,7 +208,7 @@ def _time(plan: Plan) -> Iterator[str]:
         "checkpoints": "activations once more",
         "optimizer": "optimizer",
         "training": "DeepSpeed and loop",
-        "exchange": "heads between ranks",
+        "exchange": "sent between ranks",
         "reduction": "gradients and weights",
     }
     for name, words in names.items():
@@ -126,95 +217,69 @@ def _time(plan: Plan) -> Iterator[str]:
             yield f"{words:24} {sparse:10.1f} {dense:10.1f}"
     sparse, dense = plan.step.total, plan.dense_step.total
     yield f"{'together':24} {sparse:10.1f} {dense:10.1f}"
-    yield f"{'tokens a second':24} {plan.tokens / sparse * 1e3:10,.0f} {plan.tokens / dense * 1e3:10,.0f}"
+    yield _tokens_a_second(plan)
     of_sparse, of_dense = (plan.model_flops + of for of in (plan.attention_flops, plan.dense_attention_flops))
     yield f"{'TFLOP':24} {of_sparse / 1e12:10.1f} {of_dense / 1e12:10.1f}"
     yield f"{'TFLOP/s':24} {of_sparse / sparse / 1e9:10.0f} {of_dense / dense / 1e9:10.0f}"
 
 
+def _tokens_a_second(plan: Plan) -> str:
+    sparse, dense = (plan.tokens / step.total * 1e3 for step in (plan.step, plan.dense_step))
+    return f"{'tokens a second':24} {sparse:10,.0f} {dense:10,.0f}"
+
+
 def _memory(plan: Plan) -> Iterator[str]:
     each = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.memory.parts().items() if size)
     yield f"memory: {plan.memory.total / GIB:.1f} GiB {plan.memory.at}: {each}"
+    yield _longest(plan)
+
+
+def _longest(plan: Plan) -> str:
     if plan.memory_gib is None or plan.longest is None:
-        yield "the longest sequence: the GPU's memory is not known; give it with --memory GIB."
-    elif plan.longest == 0:
-        yield f"no sequence fits into {plan.memory_gib:.0f} GiB: the model and its optimizer alone need more."
-    else:
-        more = " and more" if plan.longest >= MOST_TOKENS else ""
-        yield (
-            f"the longest sequence that fits into {plan.memory_gib:.0f} GiB, {plan.settings.micro_batch} at a time: "
-            f"{plan.longest:,} tokens{more}"
-        )
-
-
-def _advice(plan: Plan) -> Iterator[str]:
-    """Nothing where there is nothing to choose: one GPU, which a sequence fits."""
-    if plan.memory_gib is None:
-        return
-    if plan.advice is None:
-        yield (
-            f"advice: with activation checkpointing, too, nothing makes it fit {_gpus(plan.settings)}; take more "
-            f"(as there are {plan.model.heads} heads, at most as many can share a sequence), or do what "
-            "docs/a-million-tokens.md says."
-        )
-        return
-    settings = plan.advice.settings
-    if settings.gpus == 1 and not settings.checkpoints:
-        return
-    parts = [f'"{RANKS}": {settings.ranks}'] if settings.ranks > 1 else []
-    if settings.ranks < settings.gpus:
-        parts.append("data parallelism")
-    if settings.checkpoints:
-        parts.append("activation checkpointing")
-    yield (
-        f"advice for {_gpus(settings)}: {listed(parts, 'and')}, "
-        f"{settings.micro_batch} x {plan.seq_len:,} tokens a pass: "
-        f"{plan.advice.tokens_per_second(plan.seq_len):,.0f} tokens a second."
+        return "the longest sequence: the GPU's memory is not known; give it with --memory GIB."
+    if plan.longest == 0:
+        return f"no sequence fits into {plan.memory_gib:.0f} GiB: the model and its optimizer alone need more."
+    more = " and more" if plan.longest >= MOST_TOKENS else ""
+    return (
+        f"the longest sequence that fits into {plan.memory_gib:.0f} GiB, {plan.settings.micro_batch} at a time: "
+        f"{plan.longest:,} tokens{more}"
     )
-    if settings.sequences != plan.settings.sequences:
-        yield (
-            f'  a step of it has {settings.sequences:,} sequences ("train_batch_size"), and the JSON\'s has '
-            f"{plan.settings.sequences:,}."
-        )
 
 
-def _dense(plan: Plan) -> Iterator[str]:
-    if abs(plan.gain - 1) < UNCERTAIN:
-        yield f"gain: none that the rates can tell: a dense step takes {plan.gain:.2f} times as long."
-    elif plan.gain > 1:
-        yield f"gain: a dense step takes {plan.gain:.2f} times as long."
-    else:
-        yield (
-            f"dense is faster: its step takes {plan.gain:.2f} times as long. Train without the flag, or with a layout "
-            "of fewer blocks."
-        )
-    if len(plan.lengths) > 1:
-        at = ", ".join(f"{of.seq_len:,}: {of.dense / of.sparse:.2f}" for of in plan.lengths)
-        shortest = plan.measured_tokens[0]
-        unmeasured = f" (shorter than {shortest:,}: not measured)" if plan.lengths[0].seq_len < shortest else ""
-        yield f"with as many tokens in sequences of other lengths, dense over sparse: {at}{unmeasured}."
+def _lengths(plan: Plan) -> Iterator[str]:
+    at = ", ".join(f"{of.seq_len:,}: {of.dense / of.sparse:.2f}" for of in plan.lengths)
+    shortest = plan.measured_tokens[0]
+    unmeasured = f" (shorter than {shortest:,}: not measured)" if plan.lengths[0].seq_len < shortest else ""
+    yield f"with as many tokens in sequences of other lengths, dense over sparse: {at}{unmeasured}."
     if plan.dense_is_faster_to is not None and plan.gain >= 1:
-        yield f"dense is faster at {plan.dense_is_faster_to:,} tokens and fewer."
+        yield _dense_is_faster(plan)
     for of in plan.layers:
         if of.milliseconds > of.dense_milliseconds:
             yield f'layers {of.layers}: dense attention is faster; give them null in "layers".'
 
 
-def _wasted(plan: Plan) -> Iterator[str]:
+def _dense_is_faster(plan: Plan) -> str:
+    return f"dense is faster at {plan.dense_is_faster_to:,} tokens and fewer."
+
+
+def _wasted(plan: Plan) -> dict[str, str]:
+    """Sentences on time that could be saved, by what takes it."""
+    found = {}
     if plan.padded > plan.seq_len:
         share = 1 - plan.seq_len / plan.padded
-        yield (
+        found["whole blocks"] = (
             f"padding: {plan.seq_len:,} tokens are {plan.padded:,} in whole blocks; {share:.1%} of the step is padding."
         )
     if plan.document_tokens is not None:
         share = 1 - plan.document_tokens / plan.padded
-        yield (
+        found["padding"] = (
             f"padding: documents of {plan.document_tokens:,} tokens leave {share:.0%} of each step to padding; "
             "packed documents would not (docs/packed-documents.md)."
         )
     if plan.odd_vocabulary:
         wanted = -(-plan.model.vocabulary // 8) * 8
-        yield (
+        found["an odd vocabulary"] = (
             f"a vocabulary of {plan.model.vocabulary:,} is no multiple of 8: its products take "
             f"{plan.odd_vocabulary:.1f} ms a step more than with {wanted:,}."
         )
+    return found

@@ -14,7 +14,7 @@ from ..index.cache import KEPT
 from ..index.master_layout import MasterLayout
 from ..index.packed import Documents
 from ..index.transforms import outside_of_graphs, outside_transforms
-from ..layout import causal_cut, count_live, crop
+from ..layout import crop
 from ..modules.chosen_attention import chooses_by_group
 from ..modules.local_attention import LocalAttention
 from ..modules.structured_attention import StructuredAttention
@@ -24,13 +24,10 @@ from ..ops.operands import dropout_seed, dropout_seeded
 from ..ops.packed_operands import one_as_rows, rows_as_one
 from ..sparsity import SparsityConfig
 from ..tools.notices import say_notices
-from .deal import TOLERANCE, HeadDeal, deal_heads, received_of_heads
+from .deal import TOLERANCE, HeadDeal, deal_heads
 from .exchange import Exchange, RanksOfSequence, heads_to_tokens, tokens_to_heads
 from .halo import BlockHalo, WindowHalo
-from .halo_plan import plan_halo, received_of_window
-
-HALO_PAYS_BELOW = 0.5
-"""The share of what a rank receives of heads below which keys are exchanged in their place."""
+from .halo_plan import halo_that_pays, keys_pay, live_blocks, received_of_window
 
 TOLD = 14
 """How many numbers a rank tells of its part."""
@@ -210,27 +207,28 @@ class SequenceParallelAttention:
         device: torch.device,
     ) -> BlockHalo | WindowHalo | None:
         ranks, attention, tokens = self._ranks, self._attention, sum(lengths)
-
-        def pays(received: float) -> bool:
-            of_heads = received_of_heads(tokens, ranks.size, heads, key_heads)
-            return heads < ranks.size or received <= HALO_PAYS_BELOW * of_heads
-
         halo: BlockHalo | WindowHalo
         if isinstance(attention, LocalAttention):
-            if not pays(received_of_window(lengths, attention.window, causal, key_heads)):
+            received = received_of_window(lengths, attention.window, causal, key_heads)
+            if not keys_pay(received, tokens, ranks.size, heads, key_heads):
                 return None
             halo = WindowHalo(attention, lengths, causal, ranks, device)
         else:
             assert layout is not None
             blocks = -(-tokens // layout.block)
             live, may_be_wide = crop(layout.layout, blocks, blocks), not (causal or has_sinks)
-            plan = plan_halo(live, layout.block, lengths, heads, key_heads, causal=causal, may_be_wide=may_be_wide)
-            if plan is None or not pays(plan.received):
+            plan = halo_that_pays(
+                live,
+                layout.block,
+                lengths,
+                heads,
+                key_heads,
+                functools.partial(self._dealt, layout, blocks, heads, key_heads, causal),
+                causal=causal,
+                may_be_wide=may_be_wide,
+            )
+            if plan is None:
                 return None
-            if heads >= ranks.size:
-                deal = self._dealt(layout, blocks, heads, key_heads, causal)
-                if max(plan.loads) > (1 + TOLERANCE) * max(deal.loads):
-                    return None
             halo = BlockHalo(plan, live, layout.block, lengths, causal, ranks, device)
         say_notices([f"the {ranks.size} ranks of a sequence send each other the keys that their own queries see."])
         return halo
@@ -249,8 +247,7 @@ class SequenceParallelAttention:
         return deal
 
     def _deal_on(self, layout: MasterLayout | None, blocks: int, heads: int, key_heads: int, causal: bool) -> HeadDeal:
-        live = [1] if layout is None else _live_blocks(crop(layout.layout, blocks, blocks), causal)
-        live = live * heads if len(live) == 1 else live
+        live = [1] * heads if layout is None else live_blocks(crop(layout.layout, blocks, blocks), heads, causal)
         return deal_heads(live, key_heads, self._ranks.size, whole=_chooses_by_group(self._attention))
 
     def _exchanges_of(self, deal: HeadDeal, lengths: tuple[int, ...]) -> tuple[Exchange, Exchange]:
@@ -384,11 +381,6 @@ def _check_documents(
             f"cu_seqlens ends with {documents.tokens}, and the ranks have {rows} x {tokens} tokens together; it has to "
             "begin with 0, end with the number of all tokens, and have the end of each row."
         )
-
-
-def _live_blocks(layout: torch.Tensor, causal: bool) -> list[int]:
-    """Live blocks of each head of (1 or H, R, R); with `causal` without those above the diagonal."""
-    return [int(count_live(causal_cut(head) if causal else head).sum()) for head in layout]
 
 
 def _say(deal: HeadDeal, tokens: int) -> None:

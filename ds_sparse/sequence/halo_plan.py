@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from ..layout import causal_cut, count_live
-from .deal import TOLERANCE
+from .deal import TOLERANCE, HeadDeal, received_of_heads
+
+PAYS_BELOW = 0.5
+"""The share of what a rank receives of heads below which keys are exchanged in their place."""
 
 WIDER_PAYS_BELOW = 0.7
 """The share of what is received with fewer wide rows below which more of them pay: to merge them takes some
@@ -77,6 +80,44 @@ def received_of_window(lengths: Sequence[int], window: int, causal: bool, key_he
     """Numbers of a token and head that the rank that receives most does: keys and values around its part."""
     tokens = sum(lengths)
     return 2 * key_heads * max(len(tokens_seen(part, window, tokens, causal)) - len(part) for part in parts_of(lengths))
+
+
+def keys_pay(received: float, tokens: int, ranks: int, heads: int, key_heads: int) -> bool:
+    """True where ranks exchange keys in the place of heads, as so much is received of keys."""
+    return heads < ranks or received <= PAYS_BELOW * received_of_heads(tokens, ranks, heads, key_heads)
+
+
+def halo_that_pays(
+    layout: Tensor,
+    block: int,
+    lengths: Sequence[int],
+    heads: int,
+    key_heads: int,
+    deal: Callable[[], HeadDeal],
+    *,
+    causal: bool = False,
+    may_be_wide: bool = True,
+) -> HaloPlan | None:
+    """`plan_halo`, where ranks exchange keys by it; None where they exchange heads.
+
+    Args:
+        deal: makes the deal of heads, which keys must not leave much less even.
+    """
+    plan, ranks = (
+        plan_halo(layout, block, lengths, heads, key_heads, causal=causal, may_be_wide=may_be_wide),
+        len(lengths),
+    )
+    if plan is None or not keys_pay(plan.received, sum(lengths), ranks, heads, key_heads):
+        return None
+    if heads >= ranks and max(plan.loads) > (1 + TOLERANCE) * max(deal().loads):
+        return None
+    return plan
+
+
+def live_blocks(layout: Tensor, heads: int, causal: bool = False) -> list[int]:
+    """Live blocks of each head of (1 or heads, R, R); with `causal` without those above the diagonal."""
+    live = [int(count_live(causal_cut(head) if causal else head).sum()) for head in layout]
+    return live * heads if len(live) == 1 else live
 
 
 def plan_halo(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ..tools.block_sizes import not_whole_blocks
+from ..tools.block_sizes import not_whole_blocks, rounded_up
 from ..tools.memory import machine_memory
 from ._steps import RowStep
 from .declarations import DECLARED, DEFAULTS, Block, Rule, declared, declared_value
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..layout import LayoutRows, RowMaker
+
+
+DRAWN_TOKENS = 2048
+"""Tokens of a layout that is drawn where no length is asked for."""
 
 
 def _on_cpu(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -237,6 +241,17 @@ class SparsityConfig:
         else:
             layout = self._lay_out_heads(self._no_blocks(self.num_layout_heads, seq_len, torch.bool))
         return share_equal_heads(layout)
+
+    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+        """The layout of so many tokens, 2048 by default, in whole blocks."""
+        return self.make_rows(rounded_up(tokens or DRAWN_TOKENS, self.block)), self.block
+
+    def _repr_html_(self) -> str | None:
+        from ..picture import in_notebook
+        from .draws import random_numbers_kept
+
+        with random_numbers_kept():  # of structures without a seed
+            return in_notebook(self)
 
     def make_rows(self, seq_len: int) -> LayoutRows:
         """The layout of `make_bool_layout`, of which only the block rows exist that are asked for.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
@@ -59,6 +59,13 @@ class ChosenSparsityConfig(SparsityConfig):
 
     adds_parameters: ClassVar[bool] = False
     """Tells if layers get a module with parameters that learn to choose."""
+
+    def rows_to_draw(self, tokens: int | None = None) -> Any:
+        """Raises ValueError: each call chooses blocks of its own."""
+        raise ValueError(
+            f"{type(self).__name__} has no layout to draw: each call chooses its blocks. ds_sparse draw --model --text "
+            "shows what a model chose."
+        )
 
     @row_step
     def _candidates(self, h: int, blocks: int) -> RowStep:

@@ -102,4 +102,7 @@ def test_help_has_examples_that_it_takes(capsys):
     with pytest.raises(SystemExit) as left:
         main(["adapt", "--help"])
     assert left.value.code == 0
-    assert "ds_sparse adapt roberta-base roberta-4096 --max-position 4096 --config ds.json" in capsys.readouterr().out
+    assert (
+        "ds_sparse adapt ./all-MiniLM-L6-v2 ./minilm-4096 --max-position 4096 --config ds.json"
+        in capsys.readouterr().out
+    )

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,22 @@ def test_a_layout_that_no_memory_holds_is_drawn(monkeypatch, capsys):
     monkeypatch.setattr("ds_sparse.sparsity._base.need_memory", refuse)
     assert main(["draw", str(CONFIGS / "bslongformer.json"), "--seq", str(1 << 18), "--heads", "64"]) == 0
     assert capsys.readouterr().out.startswith("all heads: 4096 x 4096 blocks of 64 tokens, density 0.2%")
+
+
+@pytest.mark.parametrize("columns, tokens, wide", [(40, 8192, 32), (128, 8192, 128), (100, 1024, 96)])
+def test_in_a_terminal_the_picture_is_as_wide_and_in_colour(columns, tokens, wide, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    words = ["draw", str(CONFIGS / "bslongformer.json"), "--seq", str(tokens)]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[34m" in shown
+    picture = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()[1:-1]
+    assert max(map(len, picture)) == wide
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    assert main(words) == 0 and "\x1b[" not in capsys.readouterr().out
 
 
 def test_a_layout_as_a_picture(tmp_path, capsys):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
 
 from ds_sparse.cli import main
-from ds_sparse.cli._terminal import Terminal
 from ds_sparse.ops import attention_function, matmul, token
+from ds_sparse.tools import terminal as module
+from ds_sparse.tools.terminal import Terminal
 from ds_sparse.verify import faults, variants
 
 
@@ -128,9 +130,15 @@ def test_a_person_sees_a_bar_and_a_pipe_plain_lines(monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     with terminal.progress(2, "sdd") as done:
+        done("dsd")
+    assert capsys.readouterr().out == "", "what is quick has no bar"
+    monkeypatch.setattr(module, "BAR_AFTER", 0.01)
+    with terminal.progress(2, "sdd") as done:
         terminal.line("right", "red")
         done("dsd")
-    assert "\x1b[" in capsys.readouterr().out
+        time.sleep(0.3)
+    shown = capsys.readouterr().out
+    assert "\x1b[31mright" in shown and "dsd" in shown and "1/2" in shown
     monkeypatch.setattr("sys.stdout.isatty", lambda: False)
     Terminal().line("right", "red")
     assert capsys.readouterr().out == "right\n"

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_sparse import picture
 from ds_sparse.drawing import Sheet, draw, pictures, save_drawing, save_page, takes_ascii_only
 from ds_sparse.layout import LayoutRows
 from ds_sparse.sparsity import BigBirdSparsityConfig, FixedSparsityConfig
@@ -71,6 +72,13 @@ def test_a_pattern_that_repeats_itself_within_a_character_makes_no_stripes(block
     assert {len(set(line[len(line) // 2 : -1])) for line in picture[:8]} == {1}
 
 
+def test_a_period_that_no_character_near_the_width_divides_makes_no_stripes():
+    layout = torch.zeros(140, 140, dtype=torch.bool)
+    layout[:, 5::7] = layout[:, 6::7] = True
+    (*_, picture, _) = draw(layout, 16, columns=70, ascii=False).splitlines()
+    assert len(set(picture)) == 1, "characters of two columns would have none, one or both"
+
+
 @modest
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 40))
 def test_no_picture_is_wider_than_asked_for_and_dense_is_full(rows, columns, width):
@@ -85,7 +93,7 @@ def test_a_cell_is_the_share_of_its_live_blocks(rows, columns, cell_rows, cell_c
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.rand(2, rows, columns, generator=generator) < 0.5
     layout = kinds[torch.randint(0, 2, (4,), generator=generator)]
-    panels = pictures._panels(LayoutRows.of(layout), (cell_rows, cell_columns))
+    panels = picture.panels_of(LayoutRows.of(layout), (cell_rows, cell_columns))
     assert sorted(head for panel in panels for head in panel.heads) == [0, 1, 2, 3]
     assert len(panels) == len({head.numpy().tobytes() for head in layout})
     for panel in panels:

@@ -1,6 +1,7 @@
 """adapt: a dense checkpoint that is continued at longer lengths."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -165,6 +166,36 @@ def test_weights_that_the_checkpoint_lacks_or_has_besides_are_named(folders, cap
     assert "in the checkpoint, and left out: cls.predictions.bias" in printed
 
 
+def test_without_a_structure_and_a_tokenizer_it_has_the_default_and_none(folders, capsys):
+    dense, long = folders
+    write(dense, tokenizer=False)
+    report = ds_sparse.adapt(dense, long, max_position=160)
+    assert "FixedSparsityConfig, block 16" in str(report) and not (long / "tokenizer_config.json").exists()
+    printed = capsys.readouterr().out
+    assert f"{dense} has no tokenizer, so {long} has none either; copy that of the model into it." in printed
+    assert "are wanted" not in printed, "there is room"
+    adapted = transformers.AutoModel.from_pretrained(long, attn_implementation="ds_sparse")
+    assert adapted.config.sparse_attention["mode"] == "fixed"
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "gpt2"])
+def test_a_batch_of_more_tokens_than_positions_is_refused_with_what_extends_these(family, capsys):
+    gpt2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 50}
+    cls, sizes = {**FAMILIES, "gpt2": (transformers.GPT2Model, gpt2)}[family]
+    model = cls(cls.config_class(**sizes)).eval()
+    ds_sparse.sparsify(model, SPARSE, max_seq_length=96)
+    how = "a longer table of positions" if family == "gpt2" else r"SparseAttentionUtils.extend_position_embedding\("
+    said = rf"{cls.__name__.split('For')[0]}\w* takes up to 64 tokens, and 96 are wanted; extend it with {how}"
+    assert re.search(said, capsys.readouterr().out)
+    batch = make_batch(96)
+    batch["input_ids"] = batch["input_ids"].clamp(min=5)
+    with pytest.raises(ValueError, match=said):
+        model(**batch)
+    model(batch["input_ids"][:, :64])
+    if family == "roberta":  # whose padding takes no position
+        model(torch.nn.functional.pad(batch["input_ids"][:, :64], (0, 32), value=1))
+
+
 @pytest.mark.parametrize("there", ["a file in it", "a file", "a link to nothing"])
 def test_nothing_is_overwritten(there, folders, tmp_path):
     dense, long = folders
@@ -197,8 +228,6 @@ def test_errors_are_sentences_and_leave_nothing_behind(folders, tmp_path):
     assert_refused('sparse_attention.blok: unknown key .* Did you mean "block"', block={"mode": "fixed", "blok": 16})
     write(tmp_path / "mpnet", "mpnet")
     assert_refused("MPNetModel computes its attention itself .* would stay dense", tmp_path / "mpnet")
-    write(tmp_path / "wordless", tokenizer=False)
-    assert_refused("wordless: .*tokenizer", tmp_path / "wordless")
     (dense / "model.safetensors").rename(tmp_path / "weights")
     assert_refused("its weights cannot be loaded: .*no file named model.safetensors")
     (dense / "model.safetensors").write_bytes(b"no weights")

@@ -45,7 +45,7 @@ def test_a_rank_keeps_its_part_of_a_sequence_and_the_output_once_more():
 
 
 def advised(rates, settings, gib, most_ranks=MODEL.heads):
-    return advise(rates, MODEL, settings, 8192, WALKS, gib, most_ranks)
+    return advise(rates, MODEL, settings, 8192, lambda _: WALKS, gib, most_ranks)
 
 
 def gib_of(settings, **changes):

@@ -10,7 +10,7 @@ import pytest
 from ds_sparse.plan.model import NAMED
 from ds_sparse.plan.plan import make_plan
 from ds_sparse.plan.settings import Settings
-from ds_sparse.plan.text import as_json, printed
+from ds_sparse.plan.text import as_json, lines_of
 
 MODEL, SETTINGS = NAMED["bert-base"], Settings(4, zero_stage=1)
 WINDOW = {"mode": "bslongformer", "block": 64}
@@ -20,9 +20,9 @@ WINDOW = {"mode": "bslongformer", "block": 64}
 def planned(rates):
     """The plan of a block, with changes of the settings."""
 
-    def made(block=WINDOW, rates=rates, memory_gib=None, **changes):
-        settings = replace(SETTINGS, **changes)
-        return make_plan(block, "ds.json", MODEL, settings, rates, 8192, memory_gib=memory_gib)
+    def made(block=WINDOW, rates=rates, memory_gib=None, dropout=0.1, **changes):
+        settings, model = replace(SETTINGS, **changes), replace(MODEL, attention_dropout=dropout)
+        return make_plan(block, "ds.json", model, settings, rates, 8192, memory_gib=memory_gib)
 
     return made
 
@@ -33,9 +33,38 @@ def test_where_dense_attention_is_quick_dense_is_faster_and_that_is_what_is_said
     assert plan.gain < 1 and plan.dense_is_faster_to == 8192
     (layers,) = plan.layers
     assert layers.milliseconds > layers.dense_milliseconds and layers.density == 1
-    text = printed(plan)
-    assert "dense is faster: its step takes 0." in text and "gain:" not in text
-    assert 'layers 0-11: dense attention is faster; give them null in "layers".' in text
+    verdict, other, *_ = lines_of(plan)
+    assert f"; {1 / plan.gain:.2f} times slower than dense." in verdict
+    assert other.startswith("best alternative: dense attention, without the flag: ")
+    assert 'layers 0-11: dense attention is faster; give them null in "layers".' in lines_of(plan, details=True)
+
+
+def test_layers_that_are_faster_dense_are_an_alternative_of_their_own(planned, rates):
+    quick = {way: [c / 4 for c in coefficients] for way, coefficients in rates.dense.items()}
+    plan = planned(WINDOW | {"layers": {"0-5": {"mode": "dense", "block": 16}}}, replace(rates, dense=quick))
+    faster = planned(WINDOW | {"layers": {"0-5": None}}, replace(rates, dense=quick))
+    speed = f"{faster.tokens / faster.step.total * 1e3:,.0f} tokens a second"
+    assert f'best alternative: null in "layers" for 0-5: {speed}' in [*lines_of(plan)][1]
+
+
+def test_windows_over_ranks_are_counted_by_the_keys_that_these_send_each_other(planned):
+    by_heads, by_keys = planned(gpus=4, ranks=4), planned(gpus=4, ranks=4, dropout=0)
+    # The rank of the global row gets a block of keys and values of its neighbour, and outputs in fp32 of three ranks.
+    of_keys, of_heads = (2 + 2 * 3) * 64 * 12, 3 / 16 * 8192 * 4 * 12
+    assert by_keys.step.exchange / by_heads.step.exchange == pytest.approx(of_keys / of_heads)
+    assert by_keys.dense_step.exchange == by_heads.dense_step.exchange
+    assert "ranks of a sequence send each other keys in 12 of 12 layers; dense steps send heads." in by_keys.remarks
+    more = planned(gpus=16, ranks=16, dropout=0)
+    assert more.attention_flops == pytest.approx(by_keys.attention_flops / 4)
+    assert "dense attention takes 12 ranks of a sequence at most: in dense steps the other ranks wait." in more.remarks
+    with pytest.raises(ValueError, match="at most 12 ranks"):
+        planned(gpus=16, ranks=16)
+
+
+def test_unasked_a_plan_is_at_most_15_lines(planned):
+    block = WINDOW | {"layers": {str(n): {"mode": "bslongformer", "block": 2 ** (4 + n % 4)} for n in range(11)}}
+    for plan in (planned(block, memory_gib=gib, gpus=16, ranks=4) for gib in (None, 1, 8, 139)):
+        assert len("\n".join(lines_of(plan)).splitlines()) < 15, "and a sentence of the command"
 
 
 def test_what_was_not_measured_is_not_counted_and_that_is_said(planned, rates):
@@ -43,7 +72,7 @@ def test_what_was_not_measured_is_not_counted_and_that_is_said(planned, rates):
     said = [remark for remark in planned(rates=bare, gpus=8, ranks=2).remarks if "measured here" in remark]
     assert [sentence[: sentence.index(" not counted")] for sentence in said] == [
         "time that GPUs take to send gradients and weights is",
-        "time that GPUs take to send heads of a sequence is",
+        "time that GPUs take to send heads and keys of a sequence is",
         "what DeepSpeed and the program's loop take besides is",
     ]
 

@@ -165,7 +165,8 @@ class Switch(Change):
         if isinstance(attention, ChosenBlocks):
             return Kind(layers, was, now, f"the model's own choice of blocks, of {attention.block} keys")
         if isinstance(attention, StructuredAttention):
-            return Kind(layers, was, now, describe(attention, [self._learned.get(layer) for layer in layers]))
+            what = describe(attention, [self._learned.get(layer) for layer in layers])
+            return Kind(layers, was, now, what, attention=attention)
         return Kind(layers, was, was, NULL, sparse=False)
 
     def on(self) -> None:

@@ -16,10 +16,11 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
+from ...models.layers import attention_layers
 from ...models.position_table import base_model, kind_without_table, position_table, why_no_table
 from ...models.report import SparsifyReport
 from ...models.sparse_attention_utils import SparseAttentionUtils
-from ...models.sparsify import sparsify
+from ...models.sparsify import activate, sparsify
 from ...modules.choices import Choice, record_choices
 from ...modules.chosen_attention import LEARNED
 from ...sparsity import SparsityConfig
@@ -38,7 +39,7 @@ def adapt(
     out: str | os.PathLike[str],
     *,
     max_position: int,
-    sparsity_config: SparsityConfig | Mapping[str, Any],
+    sparsity_config: SparsityConfig | Mapping[str, Any] | None = None,
 ) -> SparsifyReport:
     """Writes a checkpoint for longer sequences, made of a dense one: what `ds_sparse adapt` does.
 
@@ -52,14 +53,14 @@ def adapt(
         model: the folder of a checkpoint of Transformers, or its name in the hub's cache; nothing is downloaded.
         out: the new checkpoint's folder, which is new or empty.
         max_position: maximum length of the new model, in tokens.
-        sparsity_config: the structure, or a dict with the keys of the JSON block.
+        sparsity_config: the structure, or a dict with the keys of the JSON block; by default what `sparsify` takes.
 
     Returns:
         What became sparse; `str()` is a table.
 
     Raises:
-        ValueError: no such model, one without a tokenizer or that cannot be sparse, fewer tokens than there are, an
-            `out` that holds something. Then nothing has been written.
+        ValueError: no such model, one that cannot be sparse, fewer tokens than there are, an `out` that holds
+            something. Then nothing has been written.
         SparseAttentionConfigError: the dict is wrong (a ValueError).
         TypeError: neither a structure nor a dict.
 
@@ -73,9 +74,10 @@ def adapt(
     with _new_folder(out) as folder:
         source = _folder_of(model)
         dense, tokenizer = _load(source)
-        report = sparsify(dense, sparsity_config, max_seq_length=max_position)
+        report = activate(dense, attention_layers(dense), sparsity_config, max_position)
         _make_room(dense, max_position)
-        SparseAttentionUtils.update_tokenizer_model_max_length(tokenizer, max_position)
+        if tokenizer is not None:
+            SparseAttentionUtils.update_tokenizer_model_max_length(tokenizer, max_position)
         _save(dense, tokenizer, source, folder, max_position)
     return report
 
@@ -104,8 +106,8 @@ def convert(
 
     Raises:
         ValueError: no such model, one of another family, with a head that the new family does not have, a BigBird with
-            blocks of a size that structures do not have and no `sparsity_config`, one without a tokenizer, an `out`
-            that holds something. Then nothing has been written.
+            blocks of a size that structures do not have and no `sparsity_config`, an `out` that holds something. Then
+            nothing has been written.
         SparseAttentionConfigError: the dict is wrong (a ValueError).
         TypeError: neither a structure nor a dict.
 
@@ -149,6 +151,8 @@ def choices_of(
     if getattr(config, BLOCK_KEY, None) is None:
         raise ValueError(f"{folder}: its config has no {BLOCK_KEY}; give a file with mode moba, nsa or indexer.")
     loaded, tokenizer = _load(folder, config=config, attn_implementation=NAME)
+    if tokenizer is None:
+        raise ValueError(f"{folder}: it has no tokenizer, which makes tokens of a text; add that of the model to it.")
     limit = min(tokens, tokenizer.model_max_length)
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)["input_ids"].long()
     if ids.numel() == 0:
@@ -217,13 +221,14 @@ def _folder_of(model: str | os.PathLike[str]) -> Path:
 
 
 def _load(folder: Path, **options: Any) -> tuple[PreTrainedModel, Any]:
-    """The model, by the class that its config names, and the tokenizer. What the weights lack or have besides is said.
+    """The model, by the class that its config names, and the tokenizer, None where there is none. What the weights lack
+    or have besides is said.
 
     Args:
         options: of `from_pretrained`.
 
     Raises:
-        ValueError: a config, a model or a tokenizer that this Transformers cannot load, no tokenizer.
+        ValueError: a config, a model or a tokenizer that this Transformers cannot load.
     """
     cls = _class_of(folder)
     tokenizer = _tokenizer(folder)
@@ -285,10 +290,7 @@ def _tokenizer(folder: Path) -> Any:
     # Transformers makes a tokenizer that knows no word where there is none.
     vocabulary = set(tokenizer.vocab_files_names.values())
     if vocabulary and not any((folder / name).is_file() for name in vocabulary | {"tokenizer.json"}):
-        raise ValueError(
-            f"{folder}: it has no tokenizer ({', '.join(sorted(vocabulary | {'tokenizer.json'}))}); add that of the "
-            "model to the folder."
-        )
+        return None
     return tokenizer
 
 
@@ -313,7 +315,10 @@ def _save(model: PreTrainedModel, tokenizer: Any, source: Path, target: Path, ma
     """Writes a checkpoint to an empty folder, with the files of sentence-transformers in the folder that it was made
     of, whose longest sequence is `max_position` then, where it is given."""
     model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    if tokenizer is None:
+        say(f"{source} has no tokenizer, so {target} has none either; copy that of the model into it.")
+    else:
+        tokenizer.save_pretrained(target)
     if not (source / _MODULES).is_file():
         return
     for path in filter(None, (module["path"] for module in _read(source / _MODULES))):

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...index.cache import is_in_graph
 from ...index.packed import Documents
-from ...models.position_table import base_model, position_table, reserved_rows
+from ...models.position_table import base_model, longest_row, position_table, reserved_rows, why_too_long
 from ...tools.notices import say_notices
 from ..transformers_family import NAME, pretrained_model_around
 from .binding import chosen_blocks_of
@@ -69,12 +69,24 @@ def _tell(model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tu
     if config._attn_implementation != NAME or isinstance(named.get(PART_KEYWORD), DocumentsRead):
         return None
     given = by_name(model, arguments, named)
+    _refuse_too_long(model, given)
     if has_cumulative(given) or _may_tell(given):
         return _told(model, given)
     if not torch.compiler.is_compiling() or given.get("position_ids") is not None or has_cache(given):
         return None
     # Transformers cannot look at values in a trace, and would take the positions that the model makes for packed.
     return (), {**given, **_no_mask(model, given)}
+
+
+def _refuse_too_long(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raises ValueError where a batch has more tokens than the model's table of positions, before an index does."""
+    ids = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+    if torch.compiler.is_compiling() or ids is None or ids.is_meta or ids.dim() < 2:
+        return
+    if given.get("position_ids") is not None or has_cumulative(given) or why_too_long(model, ids.shape[1]) is None:
+        return
+    if (why := why_too_long(model, longest_row(model, ids))) is not None:
+        raise ValueError(why)
 
 
 def by_name(model: nn.Module, arguments: tuple, named: dict[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Turn(Change):
         now = [BertSparseSelfAttention.__name__] * len(layers)
         cores = [replacement.sparse_self_attention for replacement in replacements]
         what = describe(cores[0].attention, [getattr(core, LEARNED, None) for core in cores])
-        self.kinds = [Kind(layers, was, now, what)]
+        self.kinds = [Kind(layers, was, now, what, attention=cores[0].attention)]
         self._sparse_for = dict(zip(layers.values(), replacements, strict=True))
 
     def on(self) -> None:

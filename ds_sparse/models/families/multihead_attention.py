@@ -66,7 +66,7 @@ class Turn(Change):
         for name, layer in layers.items():
             refuse_asked(name, layer, attention.sparsity_config, dropout_p=layer.dropout)
         was, now = nn.MultiheadAttention.__name__, SparseMultiheadAttention.__name__
-        self.kinds = [Kind(layers, [was] * len(layers), [now] * len(layers), describe(attention))]
+        self.kinds = [Kind(layers, [was] * len(layers), [now] * len(layers), describe(attention), attention=attention)]
         self._layers, self._attention = list(layers.values()), attention
         # These hand nested tensors to their layers in evaluation.
         self._encoders = [

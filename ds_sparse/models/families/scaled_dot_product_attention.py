@@ -78,7 +78,7 @@ class Interceptions(Change):
     def __init__(self, layers: Mapping[str, nn.Module], attention: StructuredAttention):
         was = [f"{type(layer).__name__}, scaled_dot_product_attention" for layer in layers.values()]
         now = [f"{type(layer).__name__}, ds_sparse" for layer in layers.values()]
-        self.kinds = [Kind(layers, was, now, describe(attention))]
+        self.kinds = [Kind(layers, was, now, describe(attention), attention=attention)]
         self._layers, self._attention = layers, attention
 
     def on(self) -> None:

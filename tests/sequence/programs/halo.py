@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sparse
 from ds_sparse.modules.local_attention import LocalAttention
-from ds_sparse.sequence import attention as module
+from ds_sparse.sequence import halo_plan as module
 from ds_sparse.sequence.exchange import Exchange, RanksOfSequence
 from ds_sparse.sequence.halo_plan import part_lengths
 
@@ -27,7 +27,7 @@ TOKENS, LONGEST = 1100, 1104  # it ends inside a block
 def without_heads(pays_below: float = 0.5) -> Iterator[None]:
     """Fails where ranks exchange heads."""
     never = mock.patch.object(Exchange, "to_heads", side_effect=AssertionError("heads were exchanged"))
-    pays = mock.patch.object(module, "HALO_PAYS_BELOW", pays_below)
+    pays = mock.patch.object(module, "PAYS_BELOW", pays_below)
     with never, pays, mock.patch.object(module, "TOLERANCE", 1.0):
         yield
 
