@@ -18,12 +18,13 @@ import torch
 
 from benchmarks.running import NOT_TRIED, Entry, natural, release_memory
 from benchmarks.train import results as train_results
-from benchmarks.train.results import DOCUMENT_TOKENS, LEARNING_RATES, MODELS, SMALL, TINY, Case, Result, Row
+from benchmarks.train.results import DOCUMENT_TOKENS, LEARNING_RATES, MODELS, NARROW, SMALL, TINY, Case, Result, Row
 from benchmarks.train.trainer import Folder, Training, load
 from ds_sparse.bench.command import add_device_and_json, listed
 from ds_sparse.bench.reasons import in_short
 from ds_sparse.tools.arguments import positive, positive_number
 
+OWN_MODEL = {"recall": NARROW}
 MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
 
 QUICK_TOKENS_PER_STEP, QUICK_DOCUMENT_TOKENS, QUICK_STEPS = 2048, 512, 10
@@ -57,7 +58,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="of training for each arm and seed; with --minutes too each is trained twice, once for each budget, at "
         "whose end the learning rate has decayed to nothing",
     )
-    parser.add_argument("--model", choices=list(MODELS), help="sizes of BERT (default: tiny; on a GPU small)")
+    parser.add_argument(
+        "--model", choices=list(MODELS), help="its size (default: tiny; on a GPU small; of recall narrow)"
+    )
     rates = ", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items())
     parser.add_argument("--learning-rate", type=positive_number, help=f"at its highest (default: {rates})")
     parser.add_argument(
@@ -150,7 +153,7 @@ def cases_of(args: argparse.Namespace) -> tuple[list[Case], Any]:
         raise ValueError(
             f"--tokens-per-step {per_step}: is no multiple of the {document} tokens of a document's piece; give one."
         )
-    model = args.model or (TINY if args.quick else MODEL[args.device])
+    model = args.model or (TINY if args.quick else OWN_MODEL.get(args.experiment, MODEL[args.device]))
     rate = args.learning_rate or LEARNING_RATES[model]
     case = Case(args.experiment, model, args.dtype, args.device, args.quick, per_step, rate, document, args.genomes)
     budgets = [{"tokens": args.tokens}] if args.tokens else []
@@ -160,10 +163,11 @@ def cases_of(args: argparse.Namespace) -> tuple[list[Case], Any]:
     budgets = budgets or [{"tokens": QUICK_STEPS * per_step}]
     experiment = load(args.experiment)
     arms = dict.fromkeys(args.arms or experiment.default_arms(case))
-    for arm in arms:
-        experiment.require(replace(case, arm=arm))
     jobs = product(dict.fromkeys(args.seeds), budgets, arms)
-    return [replace(case, arm=arm, seed=seed, **budget) for seed, budget, arm in jobs], experiment
+    cases = [replace(case, arm=arm, seed=seed, **budget) for seed, budget, arm in jobs]
+    for one in cases:
+        experiment.require(one)
+    return cases, experiment
 
 
 OPERATION = Entry(add, measure, Case, Row, train_results.report, train_results.tables_of)

@@ -22,7 +22,7 @@ from .models import require_arm
 from .results import DENSE, MODELS, Case
 
 Blocks = Mapping[str, dict[str, Any]]
-"""Kinds of attention, and the block of each."""
+"""Kinds of attention, and the block of each; a dense one may be there with an empty one."""
 
 ROWS = 64
 """Queries of a sequence whose attention is computed on all keys."""
@@ -40,10 +40,10 @@ def default_arms(case: Case, blocks: Blocks) -> list[str]:
 
 def require(case: Case, blocks: Blocks) -> None:
     """Raises ValueError where the case's arm is none of `blocks` or dense, or its sequences do not fit."""
-    attention = require_arm(case, case.arm, (DENSE, *blocks))
-    if attention.kind != DENSE:
+    attention = require_arm(case, case.arm, tuple(dict.fromkeys([DENSE, *blocks])))
+    if block := blocks.get(attention.kind):
         heads = MODELS[case.model]["num_attention_heads"]
-        parse_sparse_attention(blocks[attention.kind], heads, source=case.arm, seq_len=attention.length)
+        parse_sparse_attention(block, heads, source=case.arm, seq_len=attention.length)
 
 
 @dataclass(frozen=True)

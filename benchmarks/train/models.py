@@ -128,21 +128,21 @@ the unigram cross-entropy."""
 
 class Neighbours(nn.Module):
     """Adds to the vector of each token, (B, T, hidden), a depthwise convolution of those on both sides, as wav2vec 2.0
-    does (Baevski et al. 2020, arXiv 2006.11477).
+    does (Baevski et al. 2020, arXiv 2006.11477); causal, of those before.
 
     Attention that has to find neighbours by absolute positions alone stays near the unigram cross-entropy for more than
     a thousand steps, in which short runs would have nothing to compare. Neighbours begin with twice the weight of the
     token itself, whose vector says nothing where it is masked.
     """
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, causal: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(2 * REACH, hidden).uniform_(-LARGEST, LARGEST))
+        self.places = [place for place in range(REACH if causal else 2 * REACH + 1) if place != REACH]
+        self.weight = nn.Parameter(torch.empty(len(self.places), hidden).uniform_(-LARGEST, LARGEST))
 
     def forward(self, x: Tensor) -> Tensor:
         padded, tokens = pad(x, (0, 0, REACH, REACH)), x.shape[1]
-        places = [place for place in range(2 * REACH + 1) if place != REACH]
-        return x + sum(padded[:, place : place + tokens] * weight for place, weight in zip(places, self.weight))
+        return x + sum(padded[:, place : place + tokens] * weight for place, weight in zip(self.places, self.weight))
 
 
 def give_frequencies(last: nn.Linear, frequencies: Tensor) -> None:

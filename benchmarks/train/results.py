@@ -9,21 +9,22 @@ from dataclasses import dataclass, field, replace
 from benchmarks.running import in_columns
 from ds_sparse.bench.markdown import Table
 
-TINY, SMALL, BASE = "tiny", "small", "base"
+TINY, NARROW, SMALL, BASE = "tiny", "narrow", "small", "base"
 
 MODELS: dict[str, dict[str, int]] = {
     TINY: {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
+    NARROW: {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
     SMALL: {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048},
     BASE: {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
 }
 """Sizes, by the names of `BertConfig`."""
 
-LEARNING_RATES = {TINY: 2e-3, SMALL: 4e-4, BASE: 2e-4}
+LEARNING_RATES = {TINY: 2e-3, NARROW: 2e-3, SMALL: 4e-4, BASE: 2e-4}
 """Highest rates of AdamW, about 0.2 over the hidden size: a step of Adam changes each weight by as much as the rate,
 and a sum over the hidden size so many times. What is too high makes the vectors of all tokens one before a model has
 learned more than the frequencies of tokens."""
 
-DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192, "decoder": 8192, "encoder": 4096}
+DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192, "decoder": 8192, "encoder": 4096, "recall": 65536}
 """Experiments, a module of this package each, with what `Case.document_tokens` is by itself."""
 
 
@@ -74,15 +75,16 @@ class Case:
         return f"{self.arm}-seed{self.seed}-{budget}"
 
     def settings(self) -> str:
-        kind = "decoder" if self.experiment == "decoder" else "BERT"
+        kind = self.experiment if self.experiment in ("decoder", "recall") else "BERT"
         return (
             f"{kind}-{self.model}, {self.dtype}, {self.tokens_per_step:,} tokens a step, documents of "
             f"{self.document_tokens:,} tokens"
         )
 
 
-DENSE = "dense"
-"""Beginning of names of arms with dense attention; all end with the length of their sequences."""
+DENSE, CAUSAL = "dense", "causal-"
+"""Beginning of names of arms with dense attention, and of those whose tokens see none after them, before that; all
+names end with the length of their sequences."""
 
 LEAST_GAIN = 0.05
 """Minimum relative gain on the unigram cross-entropy to count as trained. Models that learned nothing but frequencies
@@ -104,6 +106,21 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """How many values of a kind were asked for, and how many a trained model told.
+
+    Attributes:
+        hops: names from the question to the value; 0 is the passkey.
+        distance: the least of those from each to the next, which are below twice that.
+    """
+
+    hops: int
+    distance: int
+    asked: int
+    right: int
+
+
+@dataclass(frozen=True)
 class Row:
     """Result of a job; numbers are None where it gave none, and `reason` says why.
 
@@ -117,6 +134,7 @@ class Row:
         measures: what else the experiment says of the trained model.
         weights: SHA-256 of the trained weights.
         commits: of ds_sparse, in the order in which they trained it.
+        answered: by hops and distance, of `recall`.
     """
 
     milliseconds: float | None = None
@@ -132,6 +150,7 @@ class Row:
     commits: list[str] = field(default_factory=list)
     date: str = ""
     reason: str = ""
+    answered: list[Answered] = field(default_factory=list)
 
     @property
     def warning(self) -> str:
@@ -161,7 +180,11 @@ class Arm:
 
     @property
     def is_dense(self) -> bool:
-        return self.name.startswith(f"{DENSE}-")
+        return self.name.removeprefix(CAUSAL).startswith(f"{DENSE}-")
+
+    @property
+    def is_causal(self) -> bool:
+        return self.name.startswith(CAUSAL)
 
     @property
     def length(self) -> int:
@@ -214,9 +237,45 @@ def arms_by_case(results: Iterable[Result]) -> dict[Case, list[Arm]]:
 def dense_for(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     """The arm to compare with: for a structure dense attention at its length, for all else that at the greatest
     there is."""
-    dense = [other for other in arms if other.is_dense]
+    dense = [other for other in arms if other.is_dense and other.is_causal == arm.is_causal]
     same = [other for other in dense if other.length == arm.length and not arm.is_dense]
     return same[0] if same else max(dense, key=lambda other: other.length, default=None)
+
+
+def asked_in_words(hops: int) -> str:
+    return f"{hops} hop{'s' * (hops != 1)}" if hops else "passkey"
+
+
+def accuracies(arm: Arm) -> dict[tuple[int, int], float]:
+    """The part of what is asked for that an arm's seeds told, by hops and distance."""
+    counts: dict[tuple[int, int], list[int]] = {}
+    for one in (one for row in arm.rows for one in row.answered):
+        of_kind = counts.setdefault((one.hops, one.distance), [0, 0])
+        of_kind[0] += one.right
+        of_kind[1] += one.asked
+    return {kind: right / asked for kind, (right, asked) in sorted(counts.items())}
+
+
+def distance_tables(case: Case, arms: Sequence[Arm]) -> dict[str, Table]:
+    """A table for each number of hops: a line an arm, a column a distance, percent of the values that were told."""
+    found = {arm.name: accuracies(arm) for arm in arms}
+    kinds = sorted({kind for of_arm in found.values() for kind in of_arm})
+    tables: dict[str, Table] = {}
+    for hops in dict.fromkeys(hops for hops, _ in kinds):
+        distances = [distance for of, distance in kinds if of == hops]
+        lines = [
+            [
+                f"`{name}`",
+                *(f"{100 * of_arm[key]:.0f}" if (key := (hops, distance)) in of_arm else "" for distance in distances),
+            ]
+            for name, of_arm in found.items()
+        ]
+        asked = asked_in_words(hops)
+        note = f"{asked}: percent of values told, by distance, from so many tokens to below twice as many"
+        tables[f"{case.experiment}, {case.budget}, {asked}"] = Table(
+            ["arm", *(f"{distance:,}" for distance in distances)], lines, notes=[note]
+        )
+    return tables
 
 
 OF_ALL = 7
@@ -243,6 +302,8 @@ def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
         )
         short = Table(table.heading[:OF_ALL], [row[:OF_ALL] for row in table.rows])
         yield [*table.notes, *in_columns(short), *measures, *warnings]
+        for of_hops in distance_tables(case, arms).values():
+            yield [*of_hops.notes, *in_columns(of_hops)]
 
 
 def line_of(case: Case, row: Row) -> str:
@@ -257,8 +318,11 @@ def line_of(case: Case, row: Row) -> str:
 
 
 def tables_of(results: list[Result]) -> dict[str, Table]:
-    """A table for each budget."""
-    return {f"{case.experiment}, {case.budget}": table_of(case, arms) for case, arms in arms_by_case(results).items()}
+    """A table for each budget, and those by distance."""
+    tables: dict[str, Table] = {}
+    for case, arms in arms_by_case(results).items():
+        tables |= {f"{case.experiment}, {case.budget}": table_of(case, arms)} | distance_tables(case, arms)
+    return tables
 
 
 def table_of(case: Case, arms: Sequence[Arm]) -> Table:

@@ -99,7 +99,7 @@ class TokenTask(Task):
 
     Args:
         encoder, head: parts of the model, which make vectors of tokens, and logits of vectors.
-        length: of sequences; it divides the pieces'.
+        length: of sequences, at most the pieces'; it divides them, or they are shorter.
         batch_of: a step's pieces, from its number.
         held_out: pieces, as `batch_of` gives them.
         frequencies: of labels in training, by `log_frequencies`.
@@ -135,8 +135,9 @@ class TokenTask(Task):
 
     def answers(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits, fp32, and labels of the tokens that have one, of as many sequences at a time as a step has."""
-        rows = (torch.from_numpy(some.astype(np.int64)).reshape(-1, self.length) for some in batch)
-        for tokens, labels in zip(*(some.split(self.tokens_per_step // self.length) for some in rows), strict=True):
+        length = min(self.length, batch[0].shape[1])
+        rows = (torch.from_numpy(some.astype(np.int64)).reshape(-1, length) for some in batch)
+        for tokens, labels in zip(*(some.split(self.tokens_per_step // length) for some in rows), strict=True):
             places = (labels.flatten() != IGNORED).nonzero()[:, 0]
             wanted = labels.flatten()[places].to(self.device)
             vectors = self.encoder(input_ids=tokens.to(self.device)).last_hidden_state.flatten(0, 1)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ds_sparse.bench.machine import DTYPES, conditions
 from ds_sparse.bench.runs import restored
 
-from .results import Case, Point, Row
+from .results import Answered, Case, Point, Row
 
 WARM_UP = 0.1
 """Part of a phase's steps until the learning rate is at its highest; it decays to nothing after."""
@@ -65,6 +65,10 @@ class Task(ABC):
         """Says by name what else is known of the trained model, at the end of the phase, as `evaluate` does."""
         return {}
 
+    def answered(self) -> list[Answered]:
+        """Says what of it depends on distances, likewise."""
+        return []
+
 
 Phase = Callable[[Any], Task]
 """Makes the task of a part of an arm's training, given the model of the part before, which it may change, or None. Each
@@ -97,6 +101,7 @@ class Training:
     def run(self, phases: Sequence[Phase]) -> Row:
         """Raises ArithmeticError where the loss is no number."""
         measures: dict[str, float] = {}
+        answered: list[Answered] = []
         task: Task | None = None
         for phase in phases:
             torch.manual_seed(self.case.seed)
@@ -104,6 +109,7 @@ class Training:
             self.train(1 / len(phases), task)
             with self.evaluating(task):
                 measures |= task.measures()
+                answered = task.answered()
         about = conditions(self.device)
         return Row(
             self.seconds / self.steps * 1e3,
@@ -112,6 +118,7 @@ class Training:
             self.curve,
             tokens_per_second=self.tokens / self.seconds,
             measures=measures,
+            answered=answered,
             parameters=sum(x.numel() for x in task.model.parameters()),
             weights=digest(task.model),
             machine=about["machine"],

@@ -1,0 +1,114 @@
+"""Recall by distance, from runs of `python -m benchmarks train --experiment recall`, and why it is as it is."""
+
+from collections.abc import Sequence
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from benchmarks.train import recall
+from benchmarks.train import results as train_results
+from benchmarks.train.recall_texts import distances_of
+from benchmarks.train.results import CAUSAL, MODELS, Arm, Case
+from ds_sparse.bench import markdown
+from ds_sparse.config import parse_sparse_attention
+from ds_sparse.sparsity import ChosenSparsityConfig
+
+from .gains import OURS, TEXT, THEIRS, several_axes
+from .tables import trained
+
+CONNECTED = 0.9
+"""Least share of the blocks at a distance that a way connects."""
+
+
+def draw_recall(runs: Sequence[str]) -> Figure:
+    """Percent of values that were told against distance: a row for each number of hops, tokens that see both ways on
+    the left, causal ones on the right."""
+    ((_, arms),) = train_results.arms_by_case(trained(runs)).items()
+    told = {arm.name: train_results.accuracies(arm) for arm in arms}
+    kinds = list(dict.fromkeys(hops for of_arm in told.values() for hops, _ in of_arm))
+    colour_of = dict(zip(dict.fromkeys(map(label_of, arms)), OURS + THEIRS, strict=False))
+    figure, plots = several_axes(2, [2.2] * len(kinds))
+    for hops, row in zip(sorted(kinds), plots, strict=True):
+        for plot, is_causal in zip(row, (False, True), strict=True):
+            for arm in (arm for arm in arms if arm.is_causal == is_causal):
+                points = [(at, 100 * part) for (of, at), part in told[arm.name].items() if of == hops]
+                name = label_of(arm)
+                plot.plot(*zip(*points), marker="o", markersize=3, color=colour_of[name], label=name)
+            plot.set_xscale("log", base=2)
+            plot.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            plot.set_ylim(-3, 103)
+            plot.set_title(
+                ", ".join([train_results.asked_in_words(hops), *["causal"] * is_causal]), color=TEXT, fontsize=9
+            )
+        row[0].set_ylabel("percent told", color=TEXT)
+    for plot in plots[-1]:
+        plot.set_xlabel("distance, tokens", color=TEXT)
+    handles = {name: line for plot in plots.flat for line, name in zip(*plot.get_legend_handles_labels())}
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        labelcolor=TEXT,
+        fontsize=8,
+    )
+    return figure
+
+
+def label_of(arm: Arm) -> str:
+    return arm.name.removeprefix(CAUSAL)
+
+
+def recall_tables(runs: Sequence[str]) -> str:
+    """Tables of losses and by distance, and the way that there is."""
+    results = trained(runs)
+    tables = [
+        *train_results.tables_of(results).values(),
+        *(ways_table(case) for case in train_results.arms_by_case(results)),
+    ]
+    return "\n\n".join(table.in_markdown() for table in tables)
+
+
+def ways_table(case: Case) -> markdown.Table:
+    """A line a static structure: the fewest layers that connect tokens at a distance, and how wide the way is."""
+    length, layers = case.document_tokens, MODELS[case.model]["num_hidden_layers"]
+    lines, distances = [], distances_of(length)
+    for kind, block in recall.blocks_of(case).items():
+        structures = [parse_sparse_attention(recall.of_layer(block, layer), 1) for layer in range(layers) if block]
+        if not structures or isinstance(structures[0], ChosenSparsityConfig):
+            continue
+        seen = [structure.make_bool_layout(length)[0].float() for structure in structures]
+        size = structures[0].block
+        distances = [distance for distance in distances if distance >= size]
+        between = (seen[-1] @ seen[-2])[pairs_at(distances[-1], size, len(seen[0]))].mean().item()
+        least = [fewest_layers(seen, pairs_at(distance, size, len(seen[0]))) for distance in distances]
+        keys = seen[0].sum(1).mean().item() * size
+        lines.append([f"`{kind}`", f"{keys:,.0f}", f"{between:,.1f}", *(str(number or "") for number in least)])
+    note = (
+        f"of {length:,} tokens: keys that a token sees, the mean; blocks between two at the greatest distance, in two "
+        f"layers; the fewest of {layers} layers that connect {100 * CONNECTED:.0f} % of blocks at a distance"
+    )
+    return markdown.Table(["structure", "keys", "between", *(f"{at:,}" for at in distances)], lines, notes=[note])
+
+
+def pairs_at(distance: int, block: int, blocks: int) -> Tensor:
+    """bool (blocks, blocks): rows and columns before them, from a distance in tokens to below twice that."""
+    place = torch.arange(blocks)
+    far = place[:, None] - place
+    return (far >= distance // block) & (far < 2 * distance // block)
+
+
+def fewest_layers(seen: Sequence[Tensor], pairs: Tensor) -> int | None:
+    """How many of the last layers bring what columns know to rows; None where all of them do not.
+
+    Args:
+        seen: (blocks, blocks) of each layer, 1 where a row sees a column.
+    """
+    reached = torch.eye(len(pairs))
+    for number, of_layer in enumerate(reversed(seen), 1):
+        reached = (reached @ of_layer).clamp(max=1)
+        if reached[pairs].mean() >= CONNECTED:
+            return number
+    return None
