@@ -176,3 +176,14 @@ def test_the_way_is_as_long_as_windows_and_global_blocks_make_it():
     assert (window["128"], window["256"], window["512"]) == ("1", "3", "")
     assert bigbird["64"] == "1" and bigbird["4,096"] == fixed["4,096"] == "2"
     assert float(fixed["between"]) > 4 * float(bigbird["between"]) > 0 and "moba" not in rows
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_quick_runs_on_a_gpu(tmp_path):
+    path = tmp_path / "rows.json"
+    command = "train --experiment recall --quick --device cuda --tokens 20480"
+    assert main([*command.split(), "--json", str(path)]) == 0
+    results = load(str(path))[2]
+    assert [row.reason for _, (row,) in results if row.reason] == []
+    assert [case.arm for case, _ in results] == recall.default_arms(CASE)
