@@ -24,6 +24,7 @@ PACKAGES = [
     "fastvideo-kernel",
     "flash-linear-attention",
     "native-sparse-attention-triton",
+    "flash-moba",
 ]
 """Packages whose versions are printed."""
 
@@ -176,6 +177,35 @@ def native_sparse_attention(problem: selected.Problem) -> Peer:
     return Peer(call, arranged=tokens_first)
 
 
+def flash_moba(problem: selected.Problem) -> Peer:
+    """FlashMoBA, of github.com/mit-han-lab/flash-moba, as one document. Its call takes the rows of each block in any
+    order and sorts them, as its own does; what counts and lists them there is part of its choosing, which is left out.
+    """
+    case = problem.case
+    if problem.dtype == torch.float32:
+        raise Unsupported("bf16 and fp16 only")
+    if case.block % 64:
+        raise Unsupported("blocks of a multiple of 64 only")
+    from flash_moba import flash_moba_interface as its
+
+    chosen = problem.chosen.repeat_interleave(problem.group, 0)
+    counts = chosen.sum(1, dtype=torch.int32)[None]
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    # Rows of one block after those of another, each from the last to the first.
+    rows = case.seq_len - 1 - chosen.flip(1).mT.nonzero()[:, 2].int()
+    edges = torch.tensor([0, case.seq_len], dtype=torch.int32, device=problem.device)
+    together = its.decide_lg_block_m(case.top, case.block, case.seq_len, case.causal)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return its.flash_moba_attn_varlen_func(
+            query, key, value, edges, edges, case.seq_len, case.seq_len, starts, counts,
+            its._varlen_sort(starts, counts, rows), together, case.block, causal=case.causal,
+        ).transpose(0, 1)[None]  # fmt: skip
+
+    return Peer(call, arranged=tokens_first)
+
+
 def in_order(problem: selected.Problem) -> Tensor:
     """The chosen blocks of each token in ascending order, and -1 after them."""
     chosen = problem.block_indices
@@ -196,8 +226,10 @@ def register() -> None:
     attention.DEFAULTS["cuda"] += ["fa4", "cudnn-frontend", "vsa"]
     packed.OPERATION.peers["fa4-varlen"] = flash_attention_4_packed
     packed.DEFAULTS["cuda"].insert(packed.DEFAULTS["cuda"].index("varlen") + 1, "fa4-varlen")
-    selected.OPERATION.peers.update({"fla": flash_linear_attention, "nsa-triton": native_sparse_attention})
-    selected.DEFAULTS["cuda"] += ["fla", "nsa-triton"]
+    selected.OPERATION.peers.update(
+        {"fla": flash_linear_attention, "nsa-triton": native_sparse_attention, "flash-moba": flash_moba}
+    )
+    selected.DEFAULTS["cuda"] += ["fla", "nsa-triton", "flash-moba"]
     for operation in (attention.OPERATION, packed.OPERATION, selected.OPERATION):
         operation.packages[:] = PACKAGES
     tokens.OPERATION.peers[LOOP] = lambda problem: Peer(

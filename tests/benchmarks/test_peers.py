@@ -97,6 +97,8 @@ CHOICE = selected.Case("", 32, 2, 96, 16, 16, 4, "random", True, "fp32")
         ("fla", {"heads": 48}, "groups of 16 heads"),
         ("nsa-triton", {"causal": False}, "causal only"),
         ("nsa-triton", {}, "bf16 and fp16 only"),
+        ("flash-moba", {}, "bf16 and fp16 only"),
+        ("flash-moba", {"dtype": "bf16"}, "blocks of a multiple of 64 only"),
     ],
 )
 def test_what_a_peer_of_chosen_blocks_does_not_take(name, changes, reason):
@@ -138,6 +140,39 @@ def test_peers_of_chosen_blocks_are_called_as_they_want(monkeypatch, name, dtype
         monkeypatch.setitem(sys.modules, module, stand_in)
     problem = selected.Problem(replace(CHOICE, dtype=dtype), CPU, NONE)
     problem.verify(name, selected.OPERATION.peers[name](problem))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_moba_is_called_as_it_wants(monkeypatch, causal):
+    """A stand-in computes what FlashMoBA would; the rows of a block ascend, as it searches them."""
+
+    def sort(starts, counts, rows):
+        assert starts.dtype == torch.int64 and counts.dtype == rows.dtype == torch.int32
+        parts = [rows[at : at + n].sort().values for at, n in zip(starts.flatten(), counts.flatten())]
+        return torch.cat(parts)
+
+    def attend(q, k, v, edges, keys, most, most_keys, starts, counts, rows, together, block, *, causal):
+        tokens = len(q)
+        assert edges.tolist() == keys.tolist() == [0, tokens] and most == most_keys == tokens and together == 128
+        live = torch.zeros(q.shape[1], tokens, counts.shape[2], dtype=torch.bool)
+        for head, column in torch.cartesian_prod(*map(torch.arange, counts.shape[1:])).tolist():
+            mine = rows[starts[0, head, column] :][: counts[0, head, column]].long()
+            assert (mine.diff() > 0).all()
+            live[head, mine, column] = True
+        mask = live.repeat_interleave(block, 2)[..., :tokens]
+        if causal:
+            mask = mask.tril()
+        heads = (x.transpose(0, 1) for x in (q, k, v))
+        output = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+        return output.transpose(0, 1)
+
+    interface = types.SimpleNamespace(
+        _varlen_sort=sort, decide_lg_block_m=lambda *_: 128, flash_moba_attn_varlen_func=attend
+    )
+    monkeypatch.setitem(sys.modules, "flash_moba", types.SimpleNamespace(flash_moba_interface=interface))
+    case = replace(CHOICE, heads=4, seq_len=300, block=64, top=3, causal=causal, dtype="bf16")
+    problem = selected.Problem(case, CPU, NONE)
+    problem.verify("flash-moba", selected.OPERATION.peers["flash-moba"](problem))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
