@@ -561,40 +561,49 @@ def select_by_compression(x: Any) -> Tensor:
     with torch.autocast(x.query.device.type, enabled=False):
         chooser = Chooser(x, x.keys, 1)
         batch, heads, _, _ = x.query.shape
-        key, count, of_block = x.compressed.contiguous(), x.compressed.shape[2], x.block // x.stride
-        begins = torch.arange(count, device=key.device)
+        of_block, before = x.block // x.stride, x.length // x.stride - 1
+        width = chooser.columns * of_block
+        # Keys that nobody sees stand before the first and behind the last: each block has its strides at a multiple of
+        # their number, and rows of products are whole 16 bytes, as matrix products are fast with.
+        key, count = x.compressed[:, :, :width], min(x.compressed.shape[2], width)
+        around = before, _multiple(before + width) - before - count
+        key = pad(key, (0, 0, *around)).contiguous()
+        begins = torch.arange(-before, key.shape[2] - before, device=key.device)
         last_key = begins * x.stride + (x.length - 1)
-        whole = last_key < x.keys
+        is_there = (begins >= 0) & (begins < count) & (last_key < x.keys)
+        if x.seen is not None:
+            is_there = is_there & pad(x.seen[:, :width], around)
+        last_key = torch.where(is_there, last_key, _NOWHERE).view(-1, 1, key.shape[2])
+        positions = chooser.positions(0, x.query.shape[2])
 
         def scores_of(begin: int, end: int, columns: int) -> tuple[Tensor, Tensor]:
-            most, (first, last) = count, chooser.ends(begin, end)
-            if x.causal and x.positions is None:
-                most = max(1, min(count, (x.offset + end - x.length) // x.stride + 1))
-            seen = whole[:most].expand(*first.shape[:2], -1)
-            if x.seen is not None:
-                seen = seen & x.seen[:, None, :most]
-            if x.causal:
-                seen = seen & (last_key[:most] <= last)
+            strides = before + columns * of_block
+            most, last = _multiple(strides), positions[:, begin:end]
+            hidden = last_key[..., :most] > (last if x.causal else _NOWHERE - 1)
             if x.ranges is not None:
-                low, high = (x.ranges[(first // x.block).squeeze(-1)] * of_block).split(1, -1)
-                seen = seen & (begins[:most] >= low) & (begins[:most] < high)
-            hidden = ~seen.unsqueeze(1)
-            scores = _products(x.query[:, :, begin:end], key[:, :, :most]) * x.scale
-            # A row that sees none would be NaN.
-            shares = scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0)
-            shares = _of_groups(shares, x.groups)
-            return _of_blocks(shares, x, columns), _of_blocks(seen.to(shares.dtype), x, columns) > 0
+                low, high = (x.ranges[(last // x.block).squeeze(-1)] * of_block).split(1, -1)
+                hidden = hidden | (begins[:most] < low) | (begins[:most] >= high)
+            scores = _products(x.query[:, :, begin:end], key[:, :, :most]).mul_(x.scale)
+            # A row that sees none is NaN, and chooses by `first` and `local` alone.
+            shares = scores.masked_fill_(hidden.unsqueeze(1), float("-inf")).softmax(-1)
+            shares = _of_blocks(_of_groups(shares, x.groups), columns, of_block, before)
+            hidden = hidden.expand(-1, end - begin, -1)[..., :strides]
+            return shares, ~hidden.unfold(-1, before + of_block, of_block).all(-1)
 
         return chooser.run(scores_of, batch * heads * count)
 
 
-def _of_blocks(shares: Tensor, x: Any, columns: int) -> Tensor:
-    """Numbers of compressed keys, each as often as it has strides in a block, summed."""
-    of_block, strides = x.block // x.stride, x.length // x.stride
+def _multiple(number: int) -> int:
+    """The least multiple of 8 that is no less: rows of so many numbers are of whole 16 bytes."""
+    return -(-number // 8) * 8
+
+
+def _of_blocks(shares: Tensor, columns: int, of_block: int, before: int) -> Tensor:
+    """Numbers of compressed keys, each as often as it has strides in a block, summed. The first `before` are of no
+    key."""
     width = columns * of_block
-    shares = pad(shares, (strides - 1, width - shares.shape[-1]))
     of_strides = shares[..., :width]
-    for place in range(1, strides):
+    for place in range(1, before + 1):
         of_strides = of_strides + shares[..., place : place + width]
     return of_strides.unflatten(-1, (columns, of_block)).sum(-1)
 
