@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,13 +58,27 @@ def counted_waits():
 
 
 class CountedOperators(TorchDispatchMode):
-    """Counts the operators of PyTorch that are called."""
+    """Counts the operators that are called.
 
-    number = 0
+    Attributes:
+        number: of all.
+        of: of each name, such as 'aten::mul'.
+        casts: of tensors of a shape to another dtype.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.of: Counter[str] = Counter()
+        self.casts: Counter[torch.Size] = Counter()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.number += 1
-        return operator(*args, **(kwargs or {}))
+        self.of[operator._schema.name] += 1
+        result = operator(*args, **(kwargs or {}))
+        if operator._schema.name == "aten::_to_copy" and result.dtype != args[0].dtype:
+            self.casts[result.shape] += 1
+        return result
 
 
 def is_hopper(device: torch.device | str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.functional import pad
 
 from ..index.selection import AlignedDocuments
 from ..ops import window_attention
+from ..ops._autograd import Function, differentiable_once
 from ..ops.moved import moving_function
 
 _ALL = 2**30
@@ -125,14 +127,23 @@ def compressed_attention(
     if query_offset is not None:
         rows = max(1, -(-(ahead + tokens - blind) // stride))
     behind = rows * stride - tokens + blind - ahead
-    of_rows = pad(query[:, :, blind:], (0, 0, ahead, behind)).unflatten(2, (rows, stride))
+    # Whole sequences are moved by one copy each way; a graph fuses what moves them, and takes no writes in place.
+    in_one_copy = query_offset is None and not torch.compiler.is_compiling()
+    if in_one_copy:
+        of_rows = _InRows.apply(query, blind, rows, stride)
+    else:
+        of_rows = pad(query[:, :, blind:], (0, 0, ahead, behind)).unflatten(2, (rows, stride))
+        of_rows = of_rows.transpose(2, 3).flatten(1, 2)
     output = window_attention(
-        of_rows.transpose(2, 3).flatten(1, 2), key, value, _ALL, causal=True, scale=scale,
+        of_rows, key, value, _ALL, causal=True, scale=scale,
         key_padding_mask=key_padding_mask, cu_seqlens=None if documents is None else documents.of_rows(rows),
         query_offset=None if query_offset is None else first,
     )  # fmt: skip
-    output = output.unflatten(1, (-1, stride)).transpose(2, 3).flatten(2, 3)
-    output = pad(output[:, :, ahead : ahead + tokens - blind], (0, 0, blind, 0))
+    if in_one_copy:
+        output = _OfTokens.apply(output, blind, tokens, stride, _has_tokens_first(query))
+    else:
+        output = output.unflatten(1, (-1, stride)).transpose(2, 3).flatten(2, 3)
+        output = pad(output[:, :, ahead : ahead + tokens - blind], (0, 0, blind, 0))
     return output if documents is None else documents.as_given(output, blind=length - 1)
 
 
@@ -141,6 +152,80 @@ def windows_of(x: Tensor, dim: int, length: int, stride: int) -> Tensor:
     if x.shape[dim] < length:
         x = pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, length - x.shape[dim]))
     return x.unfold(dim, length, stride)
+
+
+def _in_rows(x: Tensor, blind: int, rows: int, stride: int) -> Tensor:
+    """The tokens of x (B, H, T, D) after the first `blind` as rows of `stride` neighbours, each a head of its own, (B,
+    H * stride, rows, D); zeros behind the last."""
+    made = x.new_empty(*x.shape[:2], stride, rows, x.shape[3])
+    for of_tokens, of_rows in _places(x, made, blind):
+        of_rows.copy_(of_tokens)
+    behind = (x.shape[2] - blind) % stride
+    if rows * stride > x.shape[2] - blind:
+        made[:, :, behind:, -1].zero_()
+    return made.flatten(1, 2)
+
+
+def _of_tokens(x: Tensor, blind: int, tokens: int, stride: int, tokens_first: bool) -> Tensor:
+    """The way back, with zeros for the first `blind` tokens, in memory as `tokens_first` says."""
+    x = x.unflatten(1, (-1, stride))
+    batch, heads, _, _, depth = x.shape
+    sizes = (tokens, heads) if tokens_first else (heads, tokens)
+    made = x.new_empty(batch, *sizes, depth)
+    made = made.transpose(1, 2) if tokens_first else made
+    for of_tokens, of_rows in _places(made, x, blind):
+        of_tokens.copy_(of_rows)
+    made[:, :, :blind].zero_()
+    return made
+
+
+def _places(tokens: Tensor, rows: Tensor, blind: int) -> list[tuple[Tensor, Tensor]]:
+    """Views of the same tokens, of (B, H, T, D) and (B, H, stride, rows, D): those of whole rows, and the others."""
+    seeing, stride = tokens[:, :, blind:], rows.shape[2]
+    whole, behind = divmod(seeing.shape[2], stride)
+    of_whole = seeing[:, :, : whole * stride].unflatten(2, (whole, stride)).transpose(2, 3), rows[:, :, :, :whole]
+    others = [(seeing[:, :, whole * stride :], rows[:, :, :behind, whole])] if behind else []
+    return [of_whole, *others]
+
+
+def _has_tokens_first(x: Tensor) -> bool:
+    return x.stride(1) < x.stride(2)
+
+
+class _InRows(Function):
+    """`_in_rows`, which `_of_tokens` undoes."""
+
+    @staticmethod
+    def forward(x: Tensor, blind: int, rows: int, stride: int) -> Tensor:
+        return _in_rows(x, blind, rows, stride)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, blind, _, stride = inputs
+        ctx.back = blind, x.shape[2], stride, _has_tokens_first(x)
+
+    @staticmethod
+    @differentiable_once("native_sparse_attention")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _of_tokens(grad, *ctx.back), None, None, None
+
+
+class _OfTokens(Function):
+    """`_of_tokens`, which `_in_rows` undoes."""
+
+    @staticmethod
+    def forward(x: Tensor, blind: int, tokens: int, stride: int, tokens_first: bool) -> Tensor:
+        return _of_tokens(x, blind, tokens, stride, tokens_first)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, blind, _, stride, _ = inputs
+        ctx.back = blind, x.shape[2], stride
+
+    @staticmethod
+    @differentiable_once("native_sparse_attention")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _in_rows(grad, *ctx.back), None, None, None, None
 
 
 _Moved = moving_function("_Moved", "native_sparse_attention")

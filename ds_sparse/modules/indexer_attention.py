@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..ops import select_blocks, selected_attention
+from ..ops import select_blocks
 from ..ops._autograd import Function
+from ..ops._library import under_autocast
 from ..ops.block_selection import checked_number
 from ..ops.operands import kept, wide_dtype
+from ..ops.selected import Chosen, selected_results
 from .choices import note
 from .learned_choice import LearnedChoice
 
@@ -148,6 +150,7 @@ class IndexerAttention(LearnedChoice):
             ValueError: shapes that do not fit.
         """
         self.check_operands(query, key, value)
+        query, key, value = under_autocast(query, key, value)  # once, where each operation would cast its own
         if index_query is None or index_key is None:
             if index_query is not None or index_key is not None:
                 raise ValueError("One of index_query and index_key is given; give both, or neither.")
@@ -158,12 +161,12 @@ class IndexerAttention(LearnedChoice):
             query_offset=query_offset, **more,
         )  # fmt: skip
         note(chosen, self.block, query, key, first=self.first, local=self.local, query_offset=query_offset, **more)
-        output = selected_attention(
+        (output,), made = selected_results(
             query, key, value, chosen, self.block, scale=scale, query_offset=query_offset, **more
         )
         at_start = not isinstance(query_offset, Tensor) and query_offset == 0
         if self.training and torch.is_grad_enabled() and at_start:
-            loss = indexer_loss(query, key, index_query, index_key, chosen, self.block, scale=scale, **more)
+            loss = _loss(query, key, index_query, index_key, chosen, self.block, scale, None, made, more)
             if self.loss_weight is not None:
                 output = _WithLoss.apply(output, loss, float(self.loss_weight))
                 # In place, as graphs that compute activations again let no module keep another tensor.
@@ -180,7 +183,9 @@ class IndexerAttention(LearnedChoice):
         of_query, of_key = (
             x.detach().unflatten(1, (self.index_heads, -1)).transpose(2, 3).flatten(3) for x in (query, key)
         )
-        return of_query @ self.query_weight, of_key @ self.key_weight
+        # One product for each head, of all sequences: it reads queries and keys where a projection has written them.
+        product = "bhtd,hde->bhte"
+        return torch.einsum(product, of_query, self.query_weight), torch.einsum(product, of_key, self.key_weight)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have the loss without its graph, which none can have."""
@@ -240,21 +245,42 @@ def indexer_loss(
         >>> index_key.grad.shape
         torch.Size([1, 1, 100, 16])
     """
+    more: dict[str, Any] = {"causal": causal, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
+    return _loss(query, key, index_query, index_key, chosen, block, scale, index_scale, None, more)
+
+
+def _loss(
+    query: Tensor,
+    key: Tensor,
+    index_query: Tensor,
+    index_key: Tensor,
+    block_indices: Tensor,
+    block: int,
+    scale: float | None,
+    index_scale: float | None,
+    chosen: Chosen | None,
+    more: dict[str, Any],
+) -> Tensor:
+    """`indexer_loss`. chosen: what a call on the same numbers of blocks has made of them. more: options of calls."""
     head_dim, (index_heads, _, index_dim) = query.shape[3], index_query.shape[1:]
     _check_index_dim(index_dim, head_dim)
     index_scale = index_dim**-0.5 if index_scale is None else index_scale
-    more: dict[str, Any] = {"causal": causal, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
-    _, lse = selected_attention(
-        index_query, index_key, index_key.detach(), chosen, block, scale=index_scale, return_lse=True, **more
-    )
+    (_, lse), chosen = selected_results(
+        index_query, index_key, index_key.detach(), block_indices, block, scale=index_scale, return_lse=True,
+        chosen=chosen, **more,
+    )  # fmt: skip
     # The mean score under attention's probabilities is a product with the mean of the indexer's keys under them.
     values, heads = pad(index_key, (0, head_dim - index_dim)), max(key.shape[1], index_key.shape[1])
     keys, values = (_repeated(x, heads) for x in (key.detach(), values))
-    means = selected_attention(query.detach(), keys, values, chosen, block, scale=scale, **more)[..., :index_dim]
-    means = means.unflatten(1, (index_heads, -1)).mean(2, dtype=wide_dtype(means.dtype))
-    cross_entropy = lse - index_scale * (index_query * means).sum(-1)
+    (of_heads,), _ = selected_results(
+        query.detach(), keys, values, block_indices, block, scale=scale, chosen=chosen, **more
+    )
+    # Sums of heads, and then the numbers of the indexer: their gradients are no copies of what is as large as query.
+    sums = of_heads.unflatten(1, (index_heads, -1)).sum(2, dtype=wide_dtype(of_heads.dtype))[..., :index_dim]
+    factor = index_scale * index_heads / of_heads.shape[1]
+    cross_entropy = lse - factor * (index_query * sums).sum(-1)
     counts = lse > float("-inf")
-    if key_padding_mask is not None:
+    if (key_padding_mask := more["key_padding_mask"]) is not None:
         counts = counts & kept(key_padding_mask)[:, None]
     return torch.where(counts, cross_entropy, 0).sum() / counts.sum().clamp(min=1)
 

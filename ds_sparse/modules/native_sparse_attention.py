@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import check_inputs, select_blocks_by_compression, selected_attention, window_attention
+from ..ops._library import under_autocast
 from ..ops.block_selection import checked_number
 from ..ops.operands import broadcasts, check_bias, kept
 from ..ops.packed_operands import refuse_by_place
@@ -132,6 +133,8 @@ class NativeSparseAttention(LearnedChoice):
         self._check_call(query, key, causal, cu_seqlens, key_padding_mask, gates)
         at = check_window_offset(query_offset, query.shape[2], key.shape[2])
         offset = None if query.shape[2] == key.shape[2] else at  # None: windows of whole sequences, which cost less
+        # Once, where each branch would cast its own.
+        query, key, value = under_autocast(query, key, value)
         window_key, window_value = (y if x is None else x for x, y in ((window_key, key), (window_value, value)))
         to_compress, whole = (key, value), None
         if key_padding_mask is not None:
@@ -166,9 +169,15 @@ class NativeSparseAttention(LearnedChoice):
             cu_seqlens=cu_seqlens, query_offset=offset,
         )  # fmt: skip
         if gates is None:
-            gates = torch.sigmoid(query @ self.gate_weight + self.gate_bias)
+            gates = self._gates(query)
         of_compressed, of_chosen, of_near = gates.to(near.dtype).split(1, -1)
         return of_compressed * compressed + of_chosen * chosen + of_near * near
+
+    def _gates(self, query: Tensor) -> Tensor:
+        """(B, H, T, 3). Tokens are the rows of memory that the product writes: rows of 3 are no whole 16 bytes, which
+        matrix products want. Queries are read where they are."""
+        weight = self.gate_weight.mT.contiguous()
+        return torch.sigmoid(torch.einsum("hgd,bhtd->bhgt", weight, query) + self.gate_bias.mT).mT
 
     def _check_call(
         self,

@@ -3,7 +3,9 @@ whole, of plain PyTorch and, on a GPU, kernels that find the largest products an
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -395,26 +397,35 @@ class Chooser:
             there = pad(torch.where(x.keep, position, _NOWHERE), (0, -keys % x.block), value=_NOWHERE)
             self.first_key = there.unflatten(1, (-1, x.block)).amin(-1)
 
-    def run(self, scores_of: Callable[[int, int, int], tuple], scores_of_query: int) -> Tensor:
+    def run(self, scores_of: Callable[[int, int, int], tuple], scores_of_query: Callable[[int], int]) -> Tensor:
         """All rows, as many at a time as MOST_SCORES allows.
 
         Args:
             scores_of: scores (B, G, rows, columns) of the queries from one number to before another, of so many
                 columns; and which of them count, bool (B or 1, rows, columns), or None, all.
-            scores_of_query: how many numbers it holds for a query.
+            scores_of_query: how many numbers it holds for a query, of so many columns.
         """
-        x, tokens = self.x, self.x.query.shape[2]
-        step = max(1, MOST_SCORES // max(1, scores_of_query * self.query_block)) * self.query_block
-        chosen = []
-        for begin in range(0, tokens, step):
-            end = min(begin + step, tokens)
-            columns = self.columns
-            if x.causal and x.positions is None:  # nothing behind these is seen
-                columns = min(columns, (x.offset + end - 1) // x.block + 1)
-            scores, counts = scores_of(begin, end, columns)
+        tokens, together = self.x.query.shape[2], self.query_block
+
+        def held(begin: int, end: int) -> int:
+            return (end - begin) * scores_of_query(self._columns_of(end))
+
+        chosen, begin = [], 0
+        while begin < tokens:
+            # Early causal queries see few columns, and so more of them go at a time.
+            ends = range(begin + together, tokens + together, together)
+            end = min(ends[max(1, bisect_right(ends, MOST_SCORES, key=partial(held, begin))) - 1], tokens)
+            scores, counts = scores_of(begin, end, self._columns_of(end))
             best = self._best_on_gpu if self._is_for_kernel(scores) else self._best
             chosen.append(best(scores, counts, begin, end))
+            begin = end
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, 2)
+
+    def _columns_of(self, end: int) -> int:
+        """The columns that the queries before a number may see."""
+        x = self.x
+        behind_all = not x.causal or x.positions is not None
+        return self.columns if behind_all else min(self.columns, (x.offset + end - 1) // x.block + 1)
 
     def positions(self, begin: int, end: int) -> Tensor:
         """The positions of the queries from one number to before another, (B or 1, n, 1)."""
@@ -505,7 +516,7 @@ def _by_means(x: Any) -> Tensor:
         query = _of_groups(query, together, wide)
         return _of_groups(_products(query, sums[:, :, :columns]), x.groups), None
 
-    return chooser.run(scores_of, batch * together * max(chooser.columns, depth))
+    return chooser.run(scores_of, lambda columns: batch * together * max(columns, depth))
 
 
 def _by_maxima(x: Any) -> Tensor:
@@ -520,7 +531,7 @@ def _by_maxima(x: Any) -> Tensor:
             maxima = ops.block_maxima(query[:, :, begin:end], key, *of_keys, columns, block, x.causal)
             return _of_rows(maxima, x), None
 
-        return chooser.run(maxima_of, batch * heads * chooser.columns)
+        return chooser.run(maxima_of, lambda columns: batch * heads * columns)
     key = x.key.contiguous()
     position = torch.arange(chooser.keys, device=key.device)
     hidden = None if x.keep is None else ~x.keep[:, None, None]
@@ -538,7 +549,7 @@ def _by_maxima(x: Any) -> Tensor:
         scores = pad(scores, (0, -keys % block), value=float("-inf")).unflatten(-1, (-1, block)).amax(-1)
         return _of_rows(scores, x), None
 
-    return chooser.run(scores_of, batch * heads * chooser.keys)
+    return chooser.run(scores_of, lambda columns: batch * heads * columns * block)
 
 
 def _takes_maxima(x: Any, chooser: Chooser) -> bool:
@@ -590,7 +601,7 @@ def select_by_compression(x: Any) -> Tensor:
             hidden = hidden.expand(-1, end - begin, -1)[..., :strides]
             return shares, ~hidden.unfold(-1, before + of_block, of_block).all(-1)
 
-        return chooser.run(scores_of, batch * heads * count)
+        return chooser.run(scores_of, lambda columns: batch * heads * _multiple(before + columns * of_block))
 
 
 def _multiple(number: int) -> int:

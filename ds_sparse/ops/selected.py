@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -157,6 +157,53 @@ def selected_attention(
         torch.Size([2, 8, 256, 32])
         >>> output.sum().backward()
     """
+    results, _ = selected_results(
+        query, key, value, block_indices, block, causal=causal, scale=scale, sinks=sinks, cu_seqlens=cu_seqlens,
+        key_padding_mask=key_padding_mask, query_offset=query_offset, return_lse=return_lse,
+    )  # fmt: skip
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+class Chosen(NamedTuple):
+    """What calls on the same tokens and numbers of blocks share.
+
+    Attributes:
+        selection: made of the numbers.
+        documents: of a packed row, whose aligned tokens it is of.
+    """
+
+    selection: Selection
+    documents: AlignedDocuments | None = None
+
+    @classmethod
+    def of(cls, call: AttentionCall, block_indices: Tensor, block: int, cu_seqlens: Tensor | None) -> Chosen:
+        """Of numbers of blocks from `check_chosen`."""
+        query, columns = call.query, -(-call.key.shape[2] // block)
+        if cu_seqlens is None:
+            check_numbers(block_indices, block, columns)
+            return cls(Selection.of_blocks(block_indices, block, columns))
+        documents = AlignedDocuments.of(cu_seqlens, query.shape[2], block, query.device)
+        return cls(documents.selection(block_indices.to(query.device)), documents)
+
+
+def selected_results(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indices: Tensor,
+    block: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    query_offset: int | Tensor = 0,
+    return_lse: bool = False,
+    chosen: Chosen | None = None,
+) -> tuple[tuple[Tensor, ...], Chosen | None]:
+    """`selected_attention` as a tuple of results, and what the next call on the same numbers of blocks may be given as
+    `chosen`; None of operands that hold nothing."""
     row = None
     if cu_seqlens is not None:
         refuse_by_place(query_offset=is_later(query_offset), key_padding_mask=key_padding_mask is not None)
@@ -169,34 +216,32 @@ def selected_attention(
         raise ValueError(f"block is {block!r}; selected_attention takes {listed(CHOSEN_BLOCK_SIZES, 'and')}.")
     if row is not None:
         check_row(*call[:3])
-    chosen = check_chosen(block_indices, call.query, call.key.shape[1], tokens_first=query.dim() == 3)
-    results = attend_chosen(call, chosen, block, query_offset, cu_seqlens, return_lse)
-    results = results if row is None else tuple(map(row.as_given, results))
-    return (results[0], results[1]) if return_lse else results[0]
+    numbers = check_chosen(block_indices, call.query, call.key.shape[1], tokens_first=query.dim() == 3)
+    if call.query.numel() > 0 and chosen is None:
+        chosen = Chosen.of(call, numbers, block, cu_seqlens)
+    results = attend_chosen(call, chosen, query_offset, return_lse)
+    return results if row is None else tuple(map(row.as_given, results)), chosen
 
 
 def attend_chosen(
-    call: AttentionCall, chosen: Tensor, block: int, query_offset: Offset, cu_seqlens: Tensor | None, with_lse: bool
+    call: AttentionCall, chosen: Chosen | None, query_offset: Offset, with_lse: bool
 ) -> tuple[Tensor, ...]:
-    """Output and, if it is wanted, lse of a checked call and the numbers of blocks, from `check_chosen`; with
-    cu_seqlens it is one of a row, whose tokens have chosen them in their documents."""
-    query, columns = call.query, -(-call.key.shape[2] // block)
-    if cu_seqlens is None:
-        check_numbers(chosen, block, columns)
-        at = offsets_of(query_offset, query)
-        if query.numel() == 0:
-            return results_of_nothing(call)
-        return _attend(call, Selection.of_blocks(chosen, block, columns), *at, with_lse)
-    documents = AlignedDocuments.of(cu_seqlens, query.shape[2], block, query.device)
-    if query.numel() == 0:
+    """Output and, if it is wanted, lse of a checked call on what has been chosen; None of operands that hold
+    nothing."""
+    query = call.query
+    at = offsets_of(query_offset, query)
+    if chosen is None:
         return results_of_nothing(call)
+    selection, documents = chosen
+    if documents is None:
+        return _attend(call, selection, *at, with_lse)
     exists = documents.exists[0]
     to = documents.tokens_of, documents.aligned, exists, None
     query, key, value = (_Moved.apply(x, *to) for x in call[:3])
     # Keys that fill a document's last block are all ahead of its own queries.
     mask = None if call.causal else documents.exists
     call = call._replace(query=query, key=key, value=value, key_padding_mask=mask)
-    results = _attend(call, documents.selection(chosen.to(query.device)), 0, None, with_lse)
+    results = _attend(call, selection, 0, None, with_lse)
     results = nan_if_lost(documents.lost, *results)
     return tuple(_Moved.apply(x, documents.aligned, documents.tokens_of, None, exists) for x in results)
 

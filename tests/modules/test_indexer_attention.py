@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from helpers import random, seeded
+from helpers import CountedOperators, random, seeded
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -188,6 +189,21 @@ def test_bf16_and_autocast(device: str):
         for x, y in zip(results, expected, strict=True):
             error = (x.cpu().double() - y).norm() / y.norm()
             assert error < 0.05
+
+
+def test_what_is_chosen_is_read_once_and_autocast_casts_an_operand_once(device: str):
+    """By attention, and by the two calls of the loss."""
+    made = module(dtype=torch.float32).to(device)
+    given = [x.detach().to(device, torch.float32).requires_grad_() for x in operands()]
+    with torch.autocast(device, torch.bfloat16), CountedOperators() as counted:
+        output = made(*given)
+    assert counted.of["ds_sparse::selected_attention_forward"] == 3
+    assert counted.of["ds_sparse::index_bits_of_blocks"] == 1
+    sizes = Counter(x.shape for x in given)
+    with counted:
+        output.sum().backward()
+    for shape, operands_of_it in sizes.items():
+        assert counted.casts[shape] <= 2 * operands_of_it + 1  # their gradients, and that of the loss' means
 
 
 def test_it_begins_as_the_product_of_queries_and_keys():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from helpers import random, seeded
+from helpers import CountedOperators, random, seeded
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -238,6 +239,25 @@ def test_bf16_and_autocast(device: str):
         for x, y in zip(results, expected, strict=True):
             error = (x.cpu().double() - y).norm() / y.norm()
             assert error < 0.05
+
+
+def test_autocast_casts_an_operand_once(device: str):
+    """Each branch casts none of its own, nor do gates and the choice of blocks."""
+    made = module(dtype=torch.float32).to(device)
+    given = [x.detach().to(device, torch.float32).requires_grad_() for x in operands(61)[:3]]
+    with torch.autocast(device, torch.bfloat16), CountedOperators() as counted:
+        output = made(*given)
+    sizes = Counter(x.shape for x in given)
+    with counted:
+        output.sum().backward()
+    for shape, operands_of_it in sizes.items():
+        assert counted.casts[shape] == 2 * operands_of_it  # and its gradient
+
+
+def test_tokens_inside_heads_and_heads_inside_tokens_are_alike():
+    made, given = module(), operands(61)[:3]
+    turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in given]
+    torch.testing.assert_close(trained(made, made, turned), trained(made, made, given))
 
 
 def test_the_state_dict_brings_a_module_back():

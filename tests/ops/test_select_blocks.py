@@ -360,6 +360,41 @@ def test_memory_is_linear_in_tokens(device: str, kind: str, query_block: int, mo
     assert most < tokens * tokens // 8
 
 
+@pytest.mark.parametrize("keys", [61, 64, 100])
+def test_rows_of_products_with_compressed_keys_are_whole_16_bytes(keys: int, monkeypatch: pytest.MonkeyPatch):
+    """A GPU's matrix products are slow where they are not."""
+    monkeypatch.setattr(MODULE, "ops", PlainOperators)
+    widths = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            if operator is torch.ops.aten.bmm.default:
+                widths.append(result.shape[-1])
+            return result
+
+    query, key = operands(keys, keys)
+    compressed = key[:, :, : (keys - 8) // 4 + 1]
+    with Products():
+        select_blocks_by_compression(query, compressed, 16, 3, length=8, stride=4, causal=True)
+    assert widths and not any(width % 8 for width in widths)
+
+
+@pytest.mark.parametrize("most", [500, 3000, 20000])
+def test_fewer_queries_of_more_keys_are_scored_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch):
+    """Early causal queries see few compressed keys: as many numbers are those of more queries."""
+    monkeypatch.setattr(MODULE, "MOST_SCORES", most)
+    monkeypatch.setattr(MODULE, "ops", PlainOperators)
+    rows = []
+    best = MODULE.Chooser._best
+    monkeypatch.setattr(MODULE.Chooser, "_best", lambda *x: rows.append(x[4] - x[3]) or best(*x))
+    query, key = operands(512, 512, 2, 1, 1)
+    select_blocks_by_compression(query, key[:, :, ::4], 16, 4, length=4, stride=4, causal=True)
+    assert sum(rows) == 512
+    at_least = max(1, most // (2 * 128))
+    assert rows[0] > at_least and all(x >= at_least for x in rows[:-1])
+
+
 class PlainOperators:
     """The operators of the module as what they run, into which modes can look."""
 
