@@ -175,15 +175,15 @@ class Chosen(NamedTuple):
     selection: Selection
     documents: AlignedDocuments | None = None
 
-    @classmethod
-    def of(cls, call: AttentionCall, block_indices: Tensor, block: int, cu_seqlens: Tensor | None) -> Chosen:
-        """Of numbers of blocks from `check_chosen`."""
-        query, columns = call.query, -(-call.key.shape[2] // block)
-        if cu_seqlens is None:
-            check_numbers(block_indices, block, columns)
-            return cls(Selection.of_blocks(block_indices, block, columns))
-        documents = AlignedDocuments.of(cu_seqlens, query.shape[2], block, query.device)
-        return cls(documents.selection(block_indices.to(query.device)), documents)
+
+def chosen_of(call: AttentionCall, block_indices: Tensor, block: int, cu_seqlens: Tensor | None) -> Chosen:
+    """What a checked call's numbers of blocks, from `check_chosen`, are made into."""
+    query, columns = call.query, -(-call.key.shape[2] // block)
+    if cu_seqlens is None:
+        check_numbers(block_indices, block, columns)
+        return Chosen(Selection.of_blocks(block_indices, block, columns))
+    documents = AlignedDocuments.of(cu_seqlens, query.shape[2], block, query.device)
+    return Chosen(documents.selection(block_indices.to(query.device)), documents)
 
 
 def selected_results(
@@ -218,7 +218,7 @@ def selected_results(
         check_row(*call[:3])
     numbers = check_chosen(block_indices, call.query, call.key.shape[1], tokens_first=query.dim() == 3)
     if call.query.numel() > 0 and chosen is None:
-        chosen = Chosen.of(call, numbers, block, cu_seqlens)
+        chosen = chosen_of(call, numbers, block, cu_seqlens)
     results = attend_chosen(call, chosen, query_offset, return_lse)
     return results if row is None else tuple(map(row.as_given, results)), chosen
 

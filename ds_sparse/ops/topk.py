@@ -22,7 +22,7 @@ from .call import AttentionCall
 from .operands import distinct_when_traced, factor_of
 from .packed_operands import check_row, packed_operands, refuse_by_place
 from .query_offset import Offset, is_later, offsets_of
-from .selected import Chosen, attend_chosen, nan_if_lost
+from .selected import attend_chosen, chosen_of, nan_if_lost
 from .sinks import check_sinks
 
 LISTED_SIZES = (1, 2, 4, 8)
@@ -202,7 +202,7 @@ def _attend_blocks(
     query, key, value = (x if x.shape[3] == depth else pad(x, (0, depth - x.shape[3])) for x in call[:3])
     call = call._replace(query=query, key=key, value=value).checked("selected_attention_forward")
     chosen = chosen.masked_fill(chosen >= -(-keys // block), -1)
-    made = None if query.numel() == 0 else Chosen.of(call, chosen, block, cu_seqlens)
+    made = None if query.numel() == 0 else chosen_of(call, chosen, block, cu_seqlens)
     output, lse = attend_chosen(call, made, query_offset, True)
     return output[..., :of_value], lse
 
