@@ -174,8 +174,8 @@ class NativeSparseAttention(LearnedChoice):
         return of_compressed * compressed + of_chosen * chosen + of_near * near
 
     def _gates(self, query: Tensor) -> Tensor:
-        """(B, H, T, 3). Tokens are the rows of memory that the product writes: rows of 3 are no whole 16 bytes, which
-        matrix products want. Queries are read where they are."""
+        """(B, H, T, 3). The product writes three rows of tokens: rows of three numbers are no whole 16 bytes, which
+        matrix products are fast with. Queries whose heads lie inside tokens are not copied for it."""
         weight = self.gate_weight.mT.contiguous()
         return torch.sigmoid(torch.einsum("hgd,bhtd->bhgt", weight, query) + self.gate_bias.mT).mT
 
