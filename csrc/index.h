@@ -35,6 +35,11 @@ constexpr int kLeastCut = 512;
 // Where nobody waits for counts, parts of a head's lists are bounded by its number of tiles: they take memory.
 constexpr int kTilesOfPart = 4, kTilesOfCut = 8;
 
+// The longest work tile of a head to the mean of its tiles' lists, in quarters. Where queries choose blocks, a block of
+// keys has many rows and there are few such tiles, some of them chosen by nearly all: parts are half as long, and the
+// heads share so many more than the bounds above.
+constexpr int kLongest = 6, kLongestOfChosen = 3, kMorePartsOfChosen = 256;
+
 constexpr int kMaxSets = 4, kMaxLines = 32 - kBlockBits;
 
 template <class N>
@@ -44,11 +49,19 @@ constexpr N ceil_div(N x, N y) {
 
 constexpr int words_of(int64_t others) { return static_cast<int>((others + 31) / 32); }
 
-// The most entries of a work tile, for a head whose tiles have so many: one and a half times the mean, in whole steps.
-constexpr int64_t longest_of(int64_t entries, int64_t tiles, int64_t block) {
-  const int64_t step = block < kStep ? kStep / block : 1;
-  const int64_t of_mean = ceil_div(3 * entries, 2 * tiles * step), least = kLeastCut / (step * block);
+constexpr int64_t entries_of_step(int64_t block) { return block < kStep ? kStep / block : 1; }
+
+// The most entries of a work tile, for a head whose tiles have so many: `quarters` of their mean, in whole steps.
+constexpr int64_t longest_of(int64_t entries, int64_t tiles, int64_t block, int quarters) {
+  const int64_t step = entries_of_step(block);
+  const int64_t of_mean = ceil_div(quarters * entries, 4 * tiles * step), least = kLeastCut / (step * block);
   return step * (of_mean > least ? of_mean : least > 1 ? least : 1);
+}
+
+// The next to try where these are too many parts.
+constexpr int64_t longer_than(int64_t longest, int64_t block) {
+  const int64_t step = entries_of_step(block);
+  return step * ceil_div(5 * longest, 4 * step);
 }
 
 constexpr int parts_of(int64_t entries, int64_t longest) {
@@ -61,7 +74,7 @@ constexpr bool pays_to_cut(int64_t longest_list, int64_t longest_part, int64_t b
 
 // Where part `number` of so many begins in a list: parts are even, in whole steps.
 constexpr int begin_of_part(int64_t entries, int64_t number, int64_t parts, int64_t block) {
-  const int64_t step = block < kStep ? kStep / block : 1, begin = ceil_div(entries, step) * number / parts * step;
+  const int64_t step = entries_of_step(block), begin = ceil_div(entries, step) * number / parts * step;
   return static_cast<int>(begin < entries ? begin : entries);
 }
 
@@ -204,7 +217,7 @@ struct Side {
 struct TileSet {
   int side, height, tiles;
   bool in_turns;
-  int most_work, most_cuts;
+  int longest, most_work, most_cuts;  // longest: of a work tile, as kLongest
   int64_t lengths, firsts, work, cuts;
 };
 
@@ -365,8 +378,12 @@ inline Plan plan_of(
       // Not in tiles of columns of two lines, where ascending lists were up to 3 % faster; but where rows are a model's
       // choice, few are both's.
       set.in_turns = tile == kTallTile && set.height > (rows || row_block ? 1 : 2);
-      set.most_cuts = bounded ? set.tiles / kTilesOfCut + 1 : ceil_div(2 * set.tiles, 3) + 1;
-      set.most_work = set.tiles + (bounded ? set.tiles / kTilesOfPart + 1 : set.most_cuts);
+      const bool of_chosen = !rows && side.block_of_others < side.block;
+      set.longest = of_chosen ? kLongestOfChosen : kLongest;
+      const int longer = ceil_div(4 * set.tiles, set.longest) + 1;  // lists at most, and parts that they have more
+      const int more = of_chosen ? kMorePartsOfChosen / plan.heads : 0;
+      set.most_cuts = bounded ? std::min(set.tiles, set.tiles / kTilesOfCut + 1 + more) : longer;
+      set.most_work = set.tiles + (bounded ? std::min(longer, set.tiles / kTilesOfPart + 1 + more) : longer);
       set.lengths = take(set.tiles);
       set.firsts = take(set.tiles);
       set.work = take(4 * int64_t{set.most_work});

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-STEP, LEAST_CUT, TURN, TALL_TILE = 64, 512, 256, 128
+STEP, LEAST_CUT, TURN, TALL_TILE, MORE_PARTS = 64, 512, 256, 128, 256
 KINDS = {"rows": ((True, True), (True, False), (False, True)), "columns": ((True, False), (True, True), (False, True))}
 """In tall tiles, by whether lines of the first and of the second half have a block."""
 
@@ -54,7 +54,9 @@ def tile_sets(
         entries = [
             in_order(one, height, side, span) if in_turns else sorted_entries(one) for head in of_heads for one in head
         ]
-        units, cuts = cut_heads([[len(one) for one in head] for head in of_heads], other_of[side], bounded)
+        lengths = [[len(one) for one in head] for head in of_heads]
+        of_chosen = side == "columns" and other_of[side] < block
+        units, cuts = cut_heads(lengths, other_of[side], bounded, of_chosen)
         ends = list(accumulate(map(len, entries)))
         fits = [space is None or end <= space for end in ends]
         units = [[t, first, count, part] if fits[t] else [t, -1, 0, part] for t, first, count, part in units]
@@ -115,13 +117,16 @@ def in_order(tile: dict[int, int], height: int, side: str, span: int) -> list[in
     return sorted(sorted_entries(tile), key=place)
 
 
-def cut_heads(lengths: list[list[int]], block: int, bounded: bool) -> tuple[list[list[int]], list[list[int]]]:
+def cut_heads(
+    lengths: list[list[int]], block: int, bounded: bool, of_chosen: bool
+) -> tuple[list[list[int]], list[list[int]]]:
     """Units and cuts of the tiles of all heads."""
     units, cuts, tile, first, part = [], [], 0, 0, 0
     step = max(1, STEP // block)
     for head in lengths:
         of_head: list[list[int]] = []
-        for length, parts in zip(head, parts_of_lists(head, block, step, bounded)):
+        bounds = most_of(len(head), len(lengths), of_chosen) if bounded else None
+        for length, parts in zip(head, parts_of_lists(head, block, step, 3 if of_chosen else 6, bounds)):
             steps = -(-length // step)
             bounds = [min(steps * i // parts * step, length) for i in range(parts + 1)]
             for i in range(parts):
@@ -135,17 +140,27 @@ def cut_heads(lengths: list[list[int]], block: int, bounded: bool) -> tuple[list
     return units, cuts
 
 
-def parts_of_lists(lengths: list[int], block: int, step: int, bounded: bool) -> list[int]:
-    """Into how many parts each list of a head is cut: at most one and a half times the mean is in one, or LEAST_CUT
-    tokens; twice that, and so on, where there are more than bounded parts. Where little is won, none is cut."""
+def most_of(tiles: int, heads: int, of_chosen: bool) -> tuple[int, int]:
+    """Work tiles and cuts of a head that there is space for, if bounded."""
+    more = MORE_PARTS // heads if of_chosen else 0
+    parts = min(-(-4 * tiles // (3 if of_chosen else 6)) + 1, tiles // 4 + 1 + more)
+    return tiles + parts, min(tiles, tiles // 8 + 1 + more)
+
+
+def parts_of_lists(
+    lengths: list[int], block: int, step: int, quarters: int, bounds: tuple[int, int] | None
+) -> list[int]:
+    """Into how many parts each list of a head is cut: at most so many quarters of the mean are in one, or LEAST_CUT
+    tokens; a quarter more, and so on, where there are more work tiles or cuts than bounds. Where little is won, none is
+    cut."""
     number = len(lengths)
-    longest = step * max(-(-3 * sum(lengths) // (2 * number * step)), LEAST_CUT // (step * block), 1)
+    longest = step * max(-(-quarters * sum(lengths) // (4 * number * step)), LEAST_CUT // (step * block), 1)
     while True:
         parts = [max(1, -(-length // longest)) for length in lengths]
         shorter_by = max(lengths) - max(-(-length // count) for length, count in zip(lengths, parts))
         if shorter_by * block <= LEAST_CUT:
             return [1] * number
         cut = sum(count > 1 for count in parts)
-        if not bounded or (sum(parts) <= number + number // 4 + 1 and cut <= number // 8 + 1):
+        if bounds is None or (sum(parts) <= bounds[0] and cut <= bounds[1]):
             return parts
-        longest *= 2
+        longest = step * -(-5 * longest // (4 * step))

@@ -268,7 +268,7 @@ void cut_lists(const Memory& m, int set_number, int64_t head) {
     entries += length[t];
     longest_list = std::max<int64_t>(longest_list, length[t]);
   }
-  for (int64_t longest = longest_of(entries, set.tiles, block);; longest *= 2) {
+  for (int64_t longest = longest_of(entries, set.tiles, block, set.longest);; longest = longer_than(longest, block)) {
     int64_t longest_part = 0, work = 0, cuts = 0;
     for (int64_t t = 0; t < set.tiles; ++t) {
       const int parts = parts_of(length[t], longest);

@@ -137,7 +137,7 @@ def _index_plan(x: Arguments) -> tuple[Tensor, Tensor]:
             continue
         parts = [] if of_rows else [lines * _ceil_div(others, 32)]
         block = _own_block(x, of_rows)
-        for tiles, work, cuts in (_most(x, lines, tile, block) for tile in x.tiles):
+        for tiles, work, cuts in (_most(x, lines, tile, of_rows) for tile in x.tiles):
             sets += 1
             parts += [tiles, tiles, 4 * work, 3 * cuts]
         highest = max(1, x.tiles[-1] // block)
@@ -158,27 +158,31 @@ def _row_block(x: Arguments) -> int | None:
     return getattr(x, "row_block", None)
 
 
-def _most(x: Arguments, lines: Any, tile: int, block: int) -> tuple[Any, Any, Any]:
-    """The tiles of a head's lines of so many tokens, and the most work tiles and cuts."""
-    tiles = _ceil_div(lines, max(1, tile // block))
-    if x.bounded:
+def _most(x: Arguments, lines: Any, tile: int, of_rows: bool) -> tuple[Any, Any, Any]:
+    """The tiles of a head's lines, and the most work tiles and cuts."""
+    tiles = _ceil_div(lines, max(1, tile // _own_block(x, of_rows)))
+    of_chosen = not of_rows and _own_block(x, True) < x.block
+    longer = _ceil_div(4 * tiles, 3 if of_chosen else 6) + 1
+    if not x.bounded:
+        return tiles, tiles + longer, longer
+    if not of_chosen:
         return tiles, tiles + tiles // 4 + 1, tiles // 8 + 1
-    cuts = _ceil_div(2 * tiles, 3) + 1
-    return tiles, tiles + cuts, cuts
+    more = 256 // x.bits.shape[0]
+    return tiles, tiles + least_of(longer, tiles // 4 + 1 + more), least_of(tiles, tiles // 8 + 1 + more)
 
 
 def _index_fill(x: Arguments) -> list[Tensor]:
     rows, columns, heads = x.bits.shape[1], x.columns, x.layout_heads
-    sides = [(rows, columns, _own_block(x, True))] if x.of_rows else []
-    sides += [(columns, rows, x.block)] if x.of_columns else []
+    sides = [(rows, columns, True)] if x.of_rows else []
+    sides += [(columns, rows, False)] if x.of_columns else []
     shapes: list[tuple[Any, ...]] = []
-    for number, ((lines, others, block), tile) in enumerate(product(sides, x.tiles)):
-        tiles, work, cuts = _most(x, lines, tile, block)
+    for number, ((lines, others, of_rows), tile) in enumerate(product(sides, x.tiles)):
+        tiles, work, cuts = _most(x, lines, tile, of_rows)
         if x.bounded:
             sizes = least_of(x.sizes[0], heads * tiles * others), heads * work + 1, heads * cuts
         else:
             sizes = x.sizes[3 * number : 3 * number + 3]
-        shapes += [(heads * tiles * max(1, tile // block),), (sizes[0],), (sizes[1], 4), (sizes[2], 3)]
+        shapes += [(heads * tiles * max(1, tile // _own_block(x, of_rows)),), (sizes[0],), (sizes[1], 4), (sizes[2], 3)]
     return [x.bits.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 

@@ -12,7 +12,7 @@ import torch
 from helpers import EXAMPLES, generator, layouts_of_lines, seeded
 from hypothesis import given
 from hypothesis import strategies as st
-from tile_reference import tile_sets
+from tile_reference import most_of, tile_sets
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ds_sparse.ops  # noqa: F401  # results without values
@@ -77,7 +77,8 @@ def check_lists(
             assert all(x.dtype == torch.int32 and x.is_contiguous() for x in found)
             if bounded:
                 number = len(one.lines) // stored // max(1, tile // of[side])
-                assert len(units) == stored * (number + number // 4 + 1) + 1 and len(cuts) == stored * (number // 8 + 1)
+                work, most_cuts = most_of(number, heads, side == "columns" and of["rows"] < block)
+                assert len(units) == stored * work + 1 and len(cuts) == stored * most_cuts
                 one.units += [[-1, len(one.units), 0, 0]] * (len(units) - len(one.units))
                 one.cuts += [[0, 0, 0]] * (len(cuts) - len(one.cuts))
             assert (lines, units, cuts) == (one.lines, one.units, one.cuts)

@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kThreads) cut_kernel(Memory m) {
     lists = {lists.sum + lengths[t], 0, max(lists.most, lengths[t])};
   }
   lists = over_block(lists);
-  int64_t longest = longest_of(lists.sum, set.tiles, block);
+  int64_t longest = longest_of(lists.sum, set.tiles, block, set.longest);
   while (longest < lists.most) {
     Reduced cut{};
     for (int t = threadIdx.x; t < set.tiles; t += kThreads) {
@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(kThreads) cut_kernel(Memory m) {
     } else if (cut.sum <= set.most_work && cut.second <= set.most_cuts) {
       break;
     } else {
-      longest *= 2;
+      longest = longer_than(longest, block);
     }
   }
   Numbers before{};  // of the tiles before
