@@ -257,6 +257,25 @@ def test_gradients_of_rows_that_have_large_negatives_only(device: str, mask: str
         torch.testing.assert_close(*found, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias_dtype", ["as operands", "fp32"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_a_bias_by_distance_with_blocks_of_16_and_more(device: str, block: int, bias_dtype: str, dtype: torch.dtype):
+    """Tiles of 128 tokens have blocks of several places, those at the ends are short, and some distances are masked."""
+    rows, columns, rng = max(3, 352 // block), max(2, 288 // block), seeded()
+    tokens, keys = rows * block - 7, columns * block - 5
+    layout = torch.rand(2, rows, columns, generator=rng) < 0.5
+    bias = random(rng, 1 if block == 32 else 2, 2 * max(tokens, keys) + 5)
+    bias[:, torch.rand(bias.shape[1], generator=rng) < 0.05] = -math.inf
+    bias[:, torch.rand(bias.shape[1], generator=rng) < 0.05] = torch.finfo(dtype).min
+    padding = random(rng, 2, keys).masked_fill(torch.rand(2, keys, generator=rng) < 0.1, -math.inf)
+    # Few heads take less than 64 numbers a token; no mask, and one of keys, are each with both paddings of heads.
+    head_dim, masks = (40, {}) if block in (16, 64) else (72, {"key_padding_mask": padding.to(dtype)})
+    tensors = operands_of(layout, block, tokens, keys, key_heads=1, head_dim=head_dim, dtype=dtype) | masks
+    tensors["distance_bias"] = bias.to(torch.float32 if bias_dtype == "fp32" else dtype)
+    hold(case_for(tensors, layout, block, device, causal=block == 128), device)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("queries", [None, 4, 20], ids=["plain", "few at an offset", "many at an offset"])
 @pytest.mark.parametrize("by_distance", [False, True], ids=["rpe", "distance_bias"])

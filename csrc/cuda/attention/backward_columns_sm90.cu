@@ -20,10 +20,10 @@ static_assert(kBlockN == ColumnsTuning<128>::kBlockN);
 template <int kHeadDim, bool kWithQueries>
 constexpr bool kGradQueryApart = kWithQueries && ColumnsTuning<kHeadDim>::kHasThirdWarpgroup;
 
-template <class T, int kHeadDim, Scores kScores, class Tuned = ColumnsTuning<kHeadDim, have_tile(kScores)>>
-struct Memory : BiasTiles<T, have_tile(kScores), kBlockN, kHopperBlockM, Tuned::kStages> {
+template <class T, int kHeadDim, Scores kScores, class Tuned = ColumnsTuning<kHeadDim, pair_bias_of(kScores)>>
+struct Memory : BiasTiles<T, pair_bias_of(kScores), kBlockN, kHopperBlockM, Tuned::kStages> {
   using Tuning = Tuned;
-  static constexpr bool kLimited = are_limited(kScores), kHasTile = have_tile(kScores);
+  static constexpr bool kLimited = are_limited(kScores);
   static constexpr int kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages, kOwnStages = Tuning::kOwnStages;
   static constexpr int kGradScoreStages = Tuning::kGradScoreStages;
   struct Stage {
@@ -53,7 +53,7 @@ struct Maps {
   CUtensorMap key, value, query, grad_output, grad_key, grad_value;
 };
 template <Scores kScores>
-struct MapsOf : Maps, BiasMap<have_tile(kScores)> {};
+struct MapsOf : Maps, BiasMap<pair_bias_of(kScores)> {};
 
 // The scheduler warp: writes work items and loads their keys and values, as soon as there is space for the next.
 template <class T, int kHeadDim, Scores kScores>
@@ -144,7 +144,7 @@ __device__ __forceinline__ void run_producer(
         next = Listed<kBlockN, kPacked>(other, step + 1);
         if constexpr (kOfGrads) {
           const bool by_lse =
-              kPlain && !have_tile(kScores) && !(may_be_biased(kScores) && p.scoring.key_bias != nullptr);
+              kPlain && !have_pair_bias(kScores) && !(may_be_biased(kScores) && p.scoring.key_bias != nullptr);
           const int members = by_lse ? 2 : 4;
           memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
           if (lane == 0) {
@@ -163,20 +163,23 @@ __device__ __forceinline__ void run_producer(
         } else {
           const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
           memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
-          constexpr int kBytes = sizeof(stage.queries) + Memory<T, kHeadDim, kScores>::kTileBytes;
-          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, kBytes, lists, work, step);
+          int bytes = sizeof(stage.queries);
+          if constexpr (have_pair_bias(kScores)) {
+            bytes += BiasBoxes<kBlockN, kHopperBlockM>(lists.log_other, lists.log_block).bytes(memory.biases[0]);
+          }
+          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, bytes, lists, work, step);
           if (boxes.any) {
             const int2 place = place_of_rows<kLimited>(p.query.tokens, here.token_in_memory, work.head);
             boxes.copy(stage.queries, &maps.query, &full, place.x, place.y, work.batch);
           }
-          if constexpr (have_tile(kScores)) {
+          if constexpr (have_pair_bias(kScores)) {
             const BiasBoxes<kBlockN, kHopperBlockM> of_bias(lists.log_other, lists.log_block);
             const int2 box = of_bias.box();
             const int query = __shfl_sync(0xffffffffu, here.group.token, box.x / 16 % (kBlockN / 16));
             const int key = item.tokens[box.y];
             of_bias.copy(
-                memory.biases[pipe.index], &maps.bias, &full, p.scoring.rpe, query, key < 0 ? p.scoring.keys : key,
-                work.head, work.batch);
+                memory.biases[pipe.index], maps, &full, p.scoring.rpe, query, key < 0 ? p.scoring.keys : key, work.head,
+                work.batch);
           }
         }
       }
@@ -346,7 +349,7 @@ template <class T, int kHeadDim, Scores kScores, bool kWithQueries>
 __device__ __forceinline__ void run_consumer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kScores>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores), kMayBeBiased = may_be_biased(kScores),
-                 kHasTile = have_tile(kScores);
+                 kHasPairBias = have_pair_bias(kScores);
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
@@ -405,7 +408,7 @@ __device__ __forceinline__ void run_consumer(
     const float bias0 = bias_of(token0), bias8 = bias_of(token8);
     const bool biased = __any_sync(0xffffffffu, bias0 != 0 || bias8 != 0);
     // Else keys that do not exist are all that is masked, for which row_max is not known.
-    const bool scaled = kHasTile || (kMayBeBiased && biased && key_bias != nullptr);
+    const bool scaled = kHasPairBias || (kMayBeBiased && biased && key_bias != nullptr);
 
     float grad_key[kHeadDim / 2] = {}, grad_value[kHeadDim / 2] = {};
     float probs[kBlockN / 2], grads[kBlockN / 2];
@@ -463,14 +466,15 @@ __device__ __forceinline__ void run_consumer(
         are_added();
         warpgroup_fence_operand(probs);
         finish_scores<T, kBlockN, kPlain, true>(probs, p.scoring, item, groups);
-        if constexpr (kHasTile) {
+        if constexpr (kHasPairBias) {
           const BiasBoxes<kBlockN, kHopperBlockM> boxes(sweep.lists.log_other, sweep.lists.log_block);
-          scale_and_add_tile<T, true>(probs, memory.biases[pipe.index], boxes, warp_tile, p.scoring.scale);
+          scale_and_add_pair_bias<T, pair_bias_of(kScores), true>(
+              probs, memory.biases[pipe.index], boxes, warp_tile, p.scoring.scale);
         } else if (scaled) {
           scale_and_add_bias_of_rows(probs, p.scoring.scale, bias0, bias8);
         }
-        if (biased && (kHasTile || !scaled)) {
-          add_bias_of_rows<kPlain && !kHasTile>(probs, bias0, bias8);
+        if (biased && (kHasPairBias || !scaled)) {
+          add_bias_of_rows<kPlain && !kHasPairBias>(probs, bias0, bias8);
         }
         if (scaled) {
           subtract_row_maxima<kBlockN>(probs, row_maxima);
@@ -649,10 +653,15 @@ void columns_on_hopper(
       constexpr Scores kScores = decltype(kind)::value;
       using M = Memory<T, kHeadDim, kScores>;
       MapsOf<kScores> all_maps{maps};
-      if constexpr (M::kHasTile) {
+      std::optional<Tensor> of_distances;
+      if constexpr (pair_bias_of(kScores) == PairBias::kTile) {
         all_maps.bias = map_of_bias(
             p.scoring.rpe, query.scalar_type(), query.size(0), p.heads, p.scoring.queries, p.scoring.keys, box,
             std::min(own_box, kPanel));
+      } else if constexpr (pair_bias_of(kScores) == PairBias::kStrips) {
+        of_distances = set_distance_values<T>(
+            launch, query, p.scoring.rpe, p.heads, p.scoring.queries, p.scoring.keys, 1 << sweep.lists.log_other,
+            1 << sweep.lists.log_block, all_maps.values);
       }
       with_scheduler(
           launch, &p.state->column_tickets, sweep.lists, copies, 1,

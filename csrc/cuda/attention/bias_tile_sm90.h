@@ -1,5 +1,5 @@
-// The part of a bias of pairs of tokens that a step needs, in 16 bits: the copy engine brings it beside the step's
-// tokens, in boxes of a block of queries by a block of keys.
+// The part of a bias of pairs of tokens that a step needs, which the copy engine brings beside the step's tokens: in
+// boxes of a block of queries by a block of keys, or, of a bias by distance, in a strip for each of these boxes.
 
 #pragma once
 
@@ -10,29 +10,36 @@
 
 #include "../common/mma.h"
 #include "../common/tensor_map.h"
+#include "distance_values.h"
 #include "scheduler_sm90.h"
 
 namespace ds_sparse::attention {
 
-// The tiles of a kernel's stages, of kQueries queries and kKeys keys; nothing where it has no such bias. So many keys
-// as a box has lie in a line, in the swizzle of its width, and the lines of all queries follow each other.
-template <class T, bool kHas, int kQueries, int kKeys, int kStages>
-struct BiasTiles {
-  static constexpr int kTileBytes = kQueries * kKeys * sizeof(T);
+// What a kernel's stages have of it, of kQueries queries and kKeys keys. In a tile so many keys as a box has lie in a
+// line, in the swizzle of its width, and the lines of all queries follow each other. Strips follow each other as their
+// boxes do; small blocks have most.
+template <class T, PairBias kBias, int kQueries, int kKeys, int kStages>
+struct BiasTiles {};
+template <class T, int kQueries, int kKeys, int kStages>
+struct BiasTiles<T, PairBias::kTile, kQueries, kKeys, kStages> {
   alignas(kPanelAlignment) T biases[kStages][kQueries * kKeys];
 };
 template <class T, int kQueries, int kKeys, int kStages>
-struct BiasTiles<T, false, kQueries, kKeys, kStages> {
-  static constexpr int kTileBytes = 0;
+struct BiasTiles<T, PairBias::kStrips, kQueries, kKeys, kStages> {
+  alignas(kPanelAlignment) float biases[kStages][kQueries / 16 * (kKeys / 16) * (16 + 16)];
 };
 
-// Describes it to kernels; nothing to those that have none.
-template <bool kHas>
-struct BiasMap {
+// Describes it to kernels.
+template <PairBias kBias>
+struct BiasMap {};
+template <>
+struct BiasMap<PairBias::kTile> {
   CUtensorMap bias;
 };
 template <>
-struct BiasMap<false> {};
+struct BiasMap<PairBias::kStrips> {
+  DistanceValues values;
+};
 
 // As lists of own blocks and of the other side's say.
 template <int kQueries, int kKeys>
@@ -48,15 +55,37 @@ struct BiasBoxes {
     return make_int2(lane / boxes_of_line << log_height, lane % boxes_of_line << log_width);
   }
 
+  template <class T>
+  static __device__ __forceinline__ int bytes(const T*) {
+    return kQueries * kKeys * sizeof(T);
+  }
+  __device__ __forceinline__ int bytes(const float*) const {
+    return (kQueries >> log_height) * (kKeys >> log_width) * length_of_strip() * sizeof(float);
+  }
+
   // By a producer warp: `query` and `key` are those of the lane's box; one that does not exist is behind the last.
   template <class T>
   __device__ __forceinline__ void copy(
-      T* tile, const CUtensorMap* map, Barrier* barrier, const Bias& bias, int query, int key, int head,
+      T* tile, const BiasMap<PairBias::kTile>& map, Barrier* barrier, const Bias& bias, int query, int key, int head,
       int batch) const {
     const int2 place = box();
     if (place.x < kQueries) {
       T* to = tile + (((place.y >> log_width) * kQueries + place.x) << log_width);
-      tma_load(to, map, barrier, key, query, bias.head_stride == 0 ? 0 : head, bias.batch_stride == 0 ? 0 : batch);
+      tma_load(
+          to, &map.bias, barrier, key, query, bias.head_stride == 0 ? 0 : head, bias.batch_stride == 0 ? 0 : batch);
+    }
+  }
+  // Nobody looks at what the strip of one that does not exist has, but it begins at a multiple of 16, too.
+  __device__ __forceinline__ void copy(
+      float* strips, const BiasMap<PairBias::kStrips>& map, Barrier* barrier, const Bias&, int query, int key, int head,
+      int) const {
+    const int2 place = box();
+    if (place.x < kQueries) {
+      const int first = (map.values.middle + key - query - (1 << log_height)) & ~15;
+      bulk_load(
+          strips + threadIdx.x % 32 * length_of_strip(),
+          map.values.of_first_head + head * map.values.head_stride + first, length_of_strip() * int{sizeof(float)},
+          barrier);
     }
   }
 
@@ -67,6 +96,15 @@ struct BiasBoxes {
     const int place = (((key >> log_width) * kQueries + query) << log_width) + (key & (width - 1));
     // In bytes the swizzle of 128 changes bits 4 to 6 by bits 7 to 9, that of 64 two of them, that of 32 one.
     return tile + (place ^ (place >> 3 & (width - 8)));
+  }
+
+  // A strip has the distances of a box's pairs, and before them one that there is no pair of.
+  __device__ __forceinline__ int length_of_strip() const { return (1 << log_height) + (1 << log_width); }
+  // The number of a pair; those of its neighbours, by distance, are beside it.
+  __device__ __forceinline__ const float* of_pair(const float* strips, int query, int key) const {
+    const int height = 1 << log_height, width = 1 << log_width;
+    const int number = (query >> log_height) * (kKeys >> log_width) + (key >> log_width);
+    return strips + number * length_of_strip() + height + (key & (width - 1)) - (query & (height - 1));
   }
 };
 
@@ -108,6 +146,23 @@ __device__ __forceinline__ void scale_and_add_tile(
     add([&](float score, float bias) { return biased(score * scale, bias); });
   } else {
     add([&](float score, float bias) { return fmaf(score, scale, bias); });
+  }
+}
+
+// The same from strips.
+template <bool kTransposed, int kQueries, int kKeys>
+__device__ __forceinline__ void scale_and_add_strips(
+    float (&scores)[32], const float* strips, const BiasBoxes<kQueries, kKeys>& boxes, int warp_tile, float scale) {
+  const int lane = threadIdx.x % 32, ahead = lane % 4 * 2 - lane / 4;  // its first column less its first row
+#pragma unroll
+  for (int g = 0; g < 4; ++g) {
+    const float* first = kTransposed ? boxes.of_pair(strips, 16 * g, warp_tile) - ahead
+                                     : boxes.of_pair(strips, warp_tile, 16 * g) + ahead;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int further = e / 4 * 8 + e % 2 - e / 2 % 2 * 8;  // 16 x 16 pairs, of which a lane's have six distances
+      scores[8 * g + e] = fmaf(scores[8 * g + e], scale, first[kTransposed ? -further : further]);
+    }
   }
 }
 

@@ -134,22 +134,23 @@ struct ForwardConsumer {
 
   // From products to scores. kMayBeBiased: returns whether they are scaled.
   __device__ __forceinline__ bool mask(ScoresOfStep& scores, const LiveGroups& live) const {
-    bool scaled = M::kHasTile;
+    bool scaled = M::kHasPairBias;
     const Octet* groups = memory.groups[pipe.index];
-    if constexpr (M::kHasTile) {
+    if constexpr (M::kHasPairBias) {
       const BiasBoxes<kHopperBlockM, kBlockN> boxes(p.lists.log_block, p.lists.log_other);
-      scale_and_add_tile<T, false>(scores, memory.biases[pipe.index], boxes, warp_tile, p.scoring.scale);
+      scale_and_add_pair_bias<T, M::kPairBias, false>(
+          scores, memory.biases[pipe.index], boxes, warp_tile, p.scoring.scale);
       fence_view_async_shared();  // as pairs below
     }
     finish_scores<T, kBlockN, kPlain>(scores, p.scoring, item(), groups);
     if (!live.is_whole<kBlockN>()) {
-      if constexpr (kMayBeBiased && !M::kHasTile) {
+      if constexpr (kMayBeBiased && !M::kHasPairBias) {
         scaled = p.scoring.key_bias != nullptr && live.ragged() != 0;
         if (scaled) {
           scale_and_add_key_bias<kBlockN>(scores, live, groups, p.scoring, item().work);
         }
       } else {
-        add_key_bias<kBlockN, kPlain && !M::kHasTile>(scores, live, groups, p.scoring, item().work);
+        add_key_bias<kBlockN, kPlain && !M::kHasPairBias>(scores, live, groups, p.scoring, item().work);
       }
       mask_scores<kBlockN, false, kLimited, M::kPacked>(
           scores, live, groups, item(), p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);

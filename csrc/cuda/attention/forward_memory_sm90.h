@@ -9,13 +9,14 @@
 namespace ds_sparse::attention {
 
 template <int kHeadDim, Scores kScores>
-using ForwardTuningOf = ForwardTuning<kHeadDim, are_plain(kScores), have_tile(kScores)>;
+using ForwardTuningOf = ForwardTuning<kHeadDim, are_plain(kScores), pair_bias_of(kScores)>;
 
 template <class T, int kHeadDim, Scores kScores, class Tuned = ForwardTuningOf<kHeadDim, kScores>>
 struct alignas(kPanelAlignment) ForwardMemory
-    : BiasTiles<T, have_tile(kScores), kHopperBlockM, Tuned::kBlockN, Tuned::kStages> {
+    : BiasTiles<T, pair_bias_of(kScores), kHopperBlockM, Tuned::kBlockN, Tuned::kStages> {
   using Tuning = Tuned;
-  static constexpr bool kHasTile = have_tile(kScores);
+  static constexpr PairBias kPairBias = pair_bias_of(kScores);
+  static constexpr bool kHasPairBias = have_pair_bias(kScores);
   static constexpr int kBlockN = Tuning::kBlockN, kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages;
   static constexpr bool kLimited = are_limited(kScores), kPacked = are_packed(kScores);
   struct Stage {

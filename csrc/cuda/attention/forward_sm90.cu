@@ -95,7 +95,7 @@ enum class Loads { kBoth, kKeys, kValues };
 template <Loads kLoads, class T, int kHeadDim, Scores kScores>
 __device__ __forceinline__ void run_producer(
     const Forward<T>& p, ForwardMemory<T, kHeadDim, kScores>& memory, const CUtensorMap* key_map,
-    const CUtensorMap* value_map, const BiasMap<have_tile(kScores)>& bias_map) {
+    const CUtensorMap* value_map, const BiasMap<pair_bias_of(kScores)>& bias_map) {
   using M = ForwardMemory<T, kHeadDim, kScores>;
   constexpr int kBlockN = M::kBlockN;
   constexpr bool kLimited = M::kLimited;
@@ -144,19 +144,22 @@ __device__ __forceinline__ void run_producer(
           const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
           Barrier& full = memory.k_full[pipe.index];
           memory.k_empty[pipe.index].wait(pipe.phase ^ 1);
-          constexpr int kBytes = sizeof(memory.stages[0].keys) + M::kTileBytes;
-          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, kBytes, p.lists, item.work, step);
+          int bytes = sizeof(memory.stages[0].keys);
+          if constexpr (M::kHasPairBias) {
+            bytes += BiasBoxes<kHopperBlockM, kBlockN>(p.lists.log_block, p.lists.log_other).bytes(memory.biases[0]);
+          }
+          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, bytes, p.lists, item.work, step);
           if (boxes.any) {
             boxes.copy(memory.stages[pipe.index].keys, key_map, &full, here.token_in_memory, head, batch);
           }
-          if constexpr (M::kHasTile) {
+          if constexpr (M::kHasPairBias) {
             const BiasBoxes<kHopperBlockM, kBlockN> of_bias(p.lists.log_block, p.lists.log_other);
             const int2 box = of_bias.box();
             const int key = __shfl_sync(0xffffffffu, here.group.token, box.y / 16);
             const int query = box.x < kHopperBlockM ? item.tokens[box.x] : -1;
             of_bias.copy(
-                memory.biases[pipe.index], &bias_map.bias, &full, p.scoring.rpe, query < 0 ? p.scoring.queries : query,
-                key, item.work.head, batch);
+                memory.biases[pipe.index], bias_map, &full, p.scoring.rpe, query < 0 ? p.scoring.queries : query, key,
+                item.work.head, batch);
           }
         }
         if constexpr (kLoads == Loads::kBoth) {
@@ -179,7 +182,7 @@ __device__ __forceinline__ void run_producer(
 }
 
 template <Scores kScores>
-struct OtherMaps : OutputMaps<are_packed(kScores)>, BiasMap<have_tile(kScores)> {};
+struct OtherMaps : OutputMaps<are_packed(kScores)>, BiasMap<pair_bias_of(kScores)> {};
 
 template <class T, int kHeadDim, Scores kScores>
 __global__ void __launch_bounds__(kHopperThreads<ForwardTuningOf<kHeadDim, kScores>::kConsumerGroups>, 1)
@@ -251,9 +254,14 @@ void forward_on_hopper(
       other_maps.warp_tile = tensor_map(output, 16);
     }
     const CUtensorMap key_map = tensor_map(key, box), value_map = tensor_map(value, box);
-    if constexpr (M::kHasTile) {
+    std::optional<Tensor> of_distances;
+    if constexpr (M::kPairBias == PairBias::kTile) {
       other_maps.bias = map_of_bias(
           p.scoring.rpe, query.scalar_type(), query.size(0), p.heads, p.scoring.queries, p.scoring.keys, own_box, box);
+    } else if constexpr (M::kPairBias == PairBias::kStrips) {
+      of_distances = set_distance_values<T>(
+          launch, query, p.scoring.rpe, p.heads, p.scoring.queries, p.scoring.keys, 1 << p.lists.log_block,
+          1 << p.lists.log_other, other_maps.values);
     }
     with_scheduler(
         launch, &p.state->row_tickets, p.lists, copies, kConsumerGroups,

@@ -13,16 +13,21 @@ namespace ds_sparse::attention {
 
 // The kinds of scores that kernels are made for: products times a positive number, which exponents can take with them,
 // or masked; the same with documents packed in a row; with dropout, and biases of keys; limited token by token; all
-// else; with biases of keys alone; and with a bias of pairs in tiles, and perhaps of keys.
-enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions, kBiased, kTiled };
+// else; with biases of keys alone; and with a bias of pairs in tiles, or by distance, and perhaps of keys.
+enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions, kBiased, kTiled, kByDistance };
 constexpr bool are_packed(Scores scores) { return scores == Scores::kPacked; }
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
 // By a window or pair by pair, perhaps.
 constexpr bool are_limited(Scores scores) { return scores == Scores::kLimited || scores == Scores::kOptions; }
-constexpr bool have_tile(Scores scores) { return scores == Scores::kTiled; }
+constexpr PairBias pair_bias_of(Scores scores) {
+  return scores == Scores::kTiled        ? PairBias::kTile
+         : scores == Scores::kByDistance ? PairBias::kStrips
+                                         : PairBias::kNone;
+}
+constexpr bool have_pair_bias(Scores scores) { return pair_bias_of(scores) != PairBias::kNone; }
 // Plain but for steps with biases: their scores are scaled first, and so are all row maxima.
 constexpr bool may_be_biased(Scores scores) {
-  return scores == Scores::kDropped || scores == Scores::kBiased || have_tile(scores);
+  return scores == Scores::kDropped || scores == Scores::kBiased || have_pair_bias(scores);
 }
 // Thresholds of dropout are those of fp16 numbers; others are left to kOptions.
 constexpr bool drops_by_halves(Scores scores) { return scores == Scores::kDropped; }
@@ -213,6 +218,17 @@ __device__ __forceinline__ void scale_and_add_key_bias(
   }
 }
 
+// Scales a lane's scores and adds what a stage has of a bias of pairs; as of scale_and_add_tile.
+template <class T, PairBias kBias, bool kTransposed, class B, class Boxes>
+__device__ __forceinline__ void scale_and_add_pair_bias(
+    float (&scores)[32], const B* biases, const Boxes& boxes, int warp_tile, float scale) {
+  if constexpr (kBias == PairBias::kTile) {
+    scale_and_add_tile<T, kTransposed>(scores, biases, boxes, warp_tile, scale);
+  } else {
+    scale_and_add_strips<kTransposed>(scores, biases, boxes, warp_tile, scale);
+  }
+}
+
 // Calls f with the head size, padded, and the kind of scores.
 template <class F>
 void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
@@ -222,6 +238,8 @@ void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head
       f(padded, std::integral_constant<Scores, Scores::kPacked>{});
     } else if (scoring.plain_but_for_rpe() && is_read_in_tiles(scoring.rpe) && !limited && !scoring.drops()) {
       f(padded, std::integral_constant<Scores, Scores::kTiled>{});
+    } else if (scoring.plain_but_for_rpe() && goes_by_distance(scoring.rpe) && !limited && !scoring.drops()) {
+      f(padded, std::integral_constant<Scores, Scores::kByDistance>{});
     } else if (
         !scoring.plain_but_for_rpe() || scoring.rpe.kind != Bias::kNone ||
         (limited && (scoring.drops() || scoring.adds_to_keys())) || scoring.dropout_threshold > Dropout::kLargestHalf) {

@@ -36,17 +36,21 @@ constexpr int kSplitsAtOnce = 4, kCombineBlocks = 4;
 
 constexpr int kConsumerWarpgroups = 2;  // of a consumer group, with kHopperBlockM / kConsumerWarpgroups rows each
 
-// kHasTile: each stage has a tile of a bias besides.
-template <int kHeadDim, bool kPlain, bool kHasTile = false>
+// What stages have besides of a bias of pairs of tokens: nothing, tiles of 16-bit numbers, or, of a bias by distance,
+// strips of fp32, which take 4 KB.
+enum class PairBias { kNone, kTile, kStrips };
+
+template <int kHeadDim, bool kPlain, PairBias kBias = PairBias::kNone>
 struct ForwardTuning {
   // Short rows leave room for a second consumer group; half as many keys at a time leave registers for it, or for
   // options.
   static constexpr int kConsumerGroups = kHeadDim == 64 && kPlain ? 2 : 1,
-                       kBlockN = kHeadDim == 128 && kPlain && !kHasTile ? 128 : 64;
-  // 128 KB of keys and values in all, or 144 KB at most with tiles, which take 16 KB each.
-  static constexpr int kStages = !kHasTile        ? 256 * 128 / (kHeadDim * kBlockN * kConsumerGroups)
-                                 : kHeadDim == 64 ? 2
-                                                  : 3,
+                       kBlockN = kHeadDim == 128 && kPlain && kBias == PairBias::kNone ? 128 : 64;
+  // 128 KB of keys and values in all; with tiles, which take 16 KB each, or strips 144 KB at most.
+  static constexpr int kStages = kBias == PairBias::kTile ? kHeadDim == 64 ? 2 : 3
+                                 : kBias == PairBias::kStrips && kHeadDim == 64
+                                     ? 3
+                                     : 256 * 128 / (kHeadDim * kBlockN * kConsumerGroups),
                        kWorkStages = 2;
   // To start a step's copies takes a warp as long as the step where blocks are small: one for keys and one for values,
   // where there are as many warps.
@@ -55,14 +59,14 @@ struct ForwardTuning {
   static constexpr int kConsumerRegisters = kConsumerGroups == 1 ? 232 : 112;
 };
 
-// kHasTile: as of ForwardTuning.
-template <int kHeadDim, bool kHasTile = false>
+template <int kHeadDim, PairBias kBias = PairBias::kNone>
 struct ColumnsTuning {
   static constexpr int kBlockN = 64;
   // Registers reach for a third warpgroup, which makes the gradients of queries where they are asked for.
   static constexpr bool kHasThirdWarpgroup = kHeadDim == 64;
-  static constexpr int kStages = (kHeadDim == 64 ? 4 : 3) - (kHasTile ? 1 : 0), kWorkStages = 2,
-                       kOwnStages = kHeadDim == 64 && !kHasTile ? 2 : 1;
+  static constexpr bool kHasTile = kBias == PairBias::kTile;
+  static constexpr int kStages = kHeadDim == 64 ? (kBias == PairBias::kNone ? 4 : 3) : (kHasTile ? 2 : 3),
+                       kWorkStages = 2, kOwnStages = kHeadDim == 64 && !kHasTile ? 2 : 1;
   static constexpr int kGradScoreStages = kHasThirdWarpgroup ? 2 : 1;
   static constexpr int kProducerWarps = 2;
   // All that the kernel starts with.
