@@ -161,7 +161,7 @@ __device__ __forceinline__ void run_producer(
             }
           }
         } else {
-          const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
+          const LiveGroups live = finder.template find<kBlockN / 16, false>(here.group, group_mask);
           memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
           int bytes = sizeof(stage.queries);
           if constexpr (have_pair_bias(kScores)) {

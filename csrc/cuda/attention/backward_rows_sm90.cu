@@ -87,7 +87,7 @@ __device__ __forceinline__ void run_producer(
       Barrier& full = memory.stage_full[pipe.index];
       const Gathered<kBlockN, kPacked> here(other, boxes, next, step);
       next = Listed<kBlockN, kPacked>(other, step + 1);
-      const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
+      const LiveGroups live = finder.template find<kBlockN / 16, false>(here.group, group_mask);
       memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
       announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, sizeof(stage), lists, work, step);
       if (boxes.any) {

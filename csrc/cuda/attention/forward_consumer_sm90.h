@@ -152,7 +152,7 @@ struct ForwardConsumer {
       } else {
         add_key_bias<kBlockN, kPlain && !M::kHasPairBias>(scores, live, groups, p.scoring, item().work);
       }
-      mask_scores<kBlockN, false, kLimited, M::kPacked>(
+      mask_scores<kBlockN, false, kLimited, M::kPacked, kMayBeBiased>(
           scores, live, groups, item(), p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
 
       if (kLimited && p.lists.pairs != nullptr) {

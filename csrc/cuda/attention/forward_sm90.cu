@@ -141,7 +141,7 @@ __device__ __forceinline__ void run_producer(
         const Gathered<kBlockN, M::kPacked> here(other, boxes, next, step);
         next = Listed<kBlockN, M::kPacked>(other, step + 1);
         if constexpr (kLoads != Loads::kValues) {
-          const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
+          const LiveGroups live = finder.template find<kBlockN / 16, may_be_biased(kScores)>(here.group, group_mask);
           Barrier& full = memory.k_full[pipe.index];
           memory.k_empty[pipe.index].wait(pipe.phase ^ 1);
           int bytes = sizeof(memory.stages[0].keys);

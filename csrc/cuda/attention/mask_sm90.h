@@ -54,13 +54,14 @@ struct GroupMask {
 };
 
 // The view that a warp tile has of a step's groups of 16 tokens. Bit g of each: the group counts for the warp tile; for
-// any of its warpgroup; has elements to look at one by one.
+// any of its warpgroup; has elements to look at one by one; of these, is seen in part, where that is asked for.
 struct LiveGroups {
   uint32_t bits;
 
   __device__ uint32_t warp_tile() const { return bits & 0xffu; }
   __device__ uint32_t warpgroup() const { return bits >> 8 & 0xffu; }
   __device__ uint32_t ragged() const { return bits >> 16; }
+  __device__ uint32_t seen_in_part() const { return bits >> 24; }
   // Tells if all of the kBlockN / 16 groups count for the warp tile, and none has to be looked at.
   template <int kBlockN>
   __device__ bool is_whole() const {
@@ -82,8 +83,8 @@ struct LiveGroupFinder {
     }
   }
 
-  // `group`: in lane g the g-th.
-  template <int kGroups, bool kLimited>
+  // `group`: in lane g the g-th. kTellsPart: of those that are ragged, whether a bias alone makes them so.
+  template <int kGroups, bool kTellsPart, bool kLimited>
   __device__ __forceinline__ LiveGroups find(const Octet& group, const GroupMask<kLimited>& group_mask) const {
     LiveGroups live{0};
 #pragma unroll
@@ -93,6 +94,9 @@ struct LiveGroupFinder {
       const bool ragged = (owners & Octet::kBiased) != 0 || !group_mask.is_whole(token);
       live.bits |= (group_mask.reaches(token) ? owners >> block_row & 1 : 0u) << g |
                    ((owners & warpgroup) != 0 ? 1u : 0u) << (8 + g) | (owners != 0 && ragged ? 1u : 0u) << (16 + g);
+      if constexpr (kTellsPart) {
+        live.bits |= (owners != 0 && !group_mask.is_whole(token) ? 1u : 0u) << (24 + g);
+      }
     }
     return live;
   }

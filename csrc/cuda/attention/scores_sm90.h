@@ -84,8 +84,9 @@ __device__ __forceinline__ void finish_scores(
 
 // Leaves -inf where scores do not count: groups that are not the warp tile's, and of ragged ones what the row does not
 // see. Without branches within a group, as all lanes go through it anyway. pairs: of the step; null: all that the row
-// sees. kPacked: groups at the end of a document may have fewer than 16.
-template <int kBlockN, bool kTransposed, bool kLimited, bool kPacked = false>
+// sees. kPacked: groups at the end of a document may have fewer than 16. kToldPart: those that are ragged by a bias
+// alone are told apart, and need no look.
+template <int kBlockN, bool kTransposed, bool kLimited, bool kPacked = false, bool kToldPart = false>
 __device__ __forceinline__ void mask_scores(
     float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const WorkItemOf<kLimited>& item,
     const Scoring& scoring, const uint2 (*pairs)[kLimited ? kHopperBlockM : 1]) {
@@ -117,14 +118,14 @@ __device__ __forceinline__ void mask_scores(
       return;
     }
   }
-  if (live.ragged() != 0) {
+  if (const uint32_t ragged = kToldPart ? live.seen_in_part() : live.ragged(); ragged != 0) {
     // A row at a time, and then what causality by places denies: registers are short. mask_of(group): of its tokens.
     const int thread =
         kPacked ? consumer_thread() : threadIdx.x % kConsumerGroupThreads;  // packed, registers are shorter
     const auto keep = [&](int half, const auto& mask_of) {
 #pragma unroll
       for (int g = 0; g < kBlockN / 16; ++g) {
-        if (live.ragged() >> g & 1) {
+        if (ragged >> g & 1) {
           const auto sees = mask_of(groups[g]);
           const int first = groups[g].token + thread % 4 * 2;
 #pragma unroll
