@@ -140,7 +140,7 @@ struct ForwardConsumer {
       const BiasBoxes<kHopperBlockM, kBlockN> boxes(p.lists.log_block, p.lists.log_other);
       scale_and_add_pair_bias<T, M::kPairBias, false>(
           scores, memory.biases[pipe.index], boxes, warp_tile, p.scoring.scale);
-      fence_view_async_shared();  // as pairs below
+      fence_view_async_shared();  // as for pairs below
     }
     finish_scores<T, kBlockN, kPlain>(scores, p.scoring, item(), groups);
     if (!live.is_whole<kBlockN>()) {
