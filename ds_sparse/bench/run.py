@@ -199,7 +199,7 @@ def run_case(
     with Terminal().progress(len(names), f"{case.name}: verified") as done:
         for name in names:
             start = time.perf_counter()
-            done(f"{case.name}: {name} is verified")
+            done(f"{case.name}: verifying {name}")
             try:
                 peer = operation.peers[name](problem)
                 problem.verify(name, peer)
