@@ -23,6 +23,9 @@ CELLS = 512
 """Most cells along a side of a picture in a file."""
 
 
+MOST_CELLS = 2**28
+"""Blocks or pairs that a notebook counts unasked: a second."""
+
 MOST_IMAGES = 12
 """Images of heads that differ in a notebook; the others are counted."""
 
@@ -41,9 +44,12 @@ class Drawable(Protocol):
 
 
 def in_notebook(what: Drawable) -> str | None:
-    """Text and a picture below it; None, for which a notebook takes the text alone, where there is no layout."""
+    """Text and a picture below it; None, for which a notebook takes the text alone, where there is no layout, or one of
+    more than `MOST_CELLS`: whoever wants that picture calls `ds_sparse.draw`."""
     try:
-        return html_of(*what.rows_to_draw(), title=repr(what))
+        layout, block = what.rows_to_draw()
+        too_many = layout.heads * layout.rows * layout.columns > MOST_CELLS
+        return None if too_many else html_of(layout, block, title=repr(what))
     except (ValueError, RuntimeError, MemoryError):
         return None
 

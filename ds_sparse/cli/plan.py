@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..plan.text import as_json, lines_of
+    from ..plan.text import UNCERTAIN, as_json, lines_of
 
     notices: list[str] = []
     try:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         terminal = Terminal()
         verdict, *others = lines_of(made, args.details)
-        terminal.line(verdict, "bold red" if made.fits is False or made.gain < 1 else "bold green")
+        terminal.line(verdict, "bold red" if made.fits is False or made.gain < 1 - UNCERTAIN else "bold green")
         for line in others:
             terminal.line(line)
     for notice in notices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -156,11 +157,11 @@ class SparsifyReport:
     def _repr_html_(self) -> str:
         """The table, and a picture of each layout, for a notebook."""
         layouts = {id(kind.attention): kind.attention for kind in self._shown() if kind.attention is not None}
-        pictures = [
-            html_of(attention.layout, attention.sparsity_config.block, describe(attention))
-            for attention in layouts.values()
-            if not attention.chooses
-        ]
+        pictures = []
+        for attention in layouts.values():
+            with contextlib.suppress(ValueError, RuntimeError, MemoryError):  # a layout that other ranks have a part of
+                if not attention.chooses:
+                    pictures.append(html_of(attention.layout, attention.sparsity_config.block, describe(attention)))
         return f"<pre>{html.escape(str(self))}</pre>{''.join(pictures)}"
 
     def _kinds(self) -> list[Kind]:

@@ -40,7 +40,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
     elif plan.fits:
         fits = f"fits: {needs} of {plan.memory_gib:.3g} GiB"
     else:
-        fits = f"does not fit: a step needs {needs} GiB, the GPU has {plan.memory_gib:.3g}"
+        fits = f"does not fit: a step needs {needs} GiB, the GPU has {plan.memory_gib:.3g}, 5% of which is left free"
     yield f"{fits}; {_gain(plan)}."
     if plan.memory_gib is not None and plan.advice is None:
         yield (
@@ -67,8 +67,8 @@ def _gain(plan: Plan) -> str:
     if abs(plan.gain - 1) < UNCERTAIN:
         return f"as fast as dense, as far as rates tell ({plan.gain:.2f} times)"
     if plan.gain > 1:
-        return f"{plan.gain:.2f} times faster than dense"
-    return f"{1 / plan.gain:.2f} times slower than dense"
+        return f"{plan.gain:.2f} times as fast as dense"
+    return f"takes {1 / plan.gain:.2f} times as long as dense"
 
 
 def _alternatives(plan: Plan) -> dict[str, float]:
@@ -77,7 +77,11 @@ def _alternatives(plan: Plan) -> dict[str, float]:
     if plan.advice is not None and plan.advice.settings != plan.settings:
         found[_parallelism(plan, plan.advice.settings)] = plan.advice.tokens_per_second(plan.seq_len)
     if plan.fits is not False and not plan.is_dense:  # dense attention needs the same memory
-        found["dense attention, without the flag"] = plan.tokens / plan.dense_step.total * 1e3
+        ranks = plan.settings.ranks
+        if ranks == 1:
+            found["dense attention, without the flag"] = plan.tokens / plan.dense_step.total * 1e3
+        elif ranks <= plan.model.heads:  # without the block nothing shares a sequence
+            found['"mode": "dense"'] = plan.tokens / plan.dense_step.total * 1e3
         slow = [of for of in plan.layers if of.milliseconds > of.dense_milliseconds]
         if slow and len(slow) < len(plan.layers):
             passes = plan.settings.accumulation * (1.5 if plan.settings.checkpoints else 1)

@@ -34,7 +34,7 @@ def test_where_dense_attention_is_quick_dense_is_faster_and_that_is_what_is_said
     (layers,) = plan.layers
     assert layers.milliseconds > layers.dense_milliseconds and layers.density == 1
     verdict, other, *_ = lines_of(plan)
-    assert f"; {1 / plan.gain:.2f} times slower than dense." in verdict
+    assert f"; takes {1 / plan.gain:.2f} times as long as dense." in verdict
     assert other.startswith("best alternative: dense attention, without the flag: ")
     assert 'layers 0-11: dense attention is faster; give them null in "layers".' in lines_of(plan, details=True)
 
