@@ -7,7 +7,7 @@ import base64
 import html
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +21,6 @@ from .tools.wording import in_ranges
 
 CELLS = 512
 """Most cells along a side of a picture in a file."""
-
 
 MOST_CELLS = 2**28
 """Blocks or pairs that a notebook counts unasked: a second."""
@@ -43,13 +42,17 @@ class Drawable(Protocol):
         ...
 
 
-def in_notebook(what: Drawable) -> str | None:
+def in_notebook(to_draw: Callable[[], tuple[LayoutRows | Tensor, int]], title: str) -> str | None:
     """Text and a picture below it; None, for which a notebook takes the text alone, where there is no layout, or one of
-    more than `MOST_CELLS`: whoever wants that picture calls `ds_sparse.draw`."""
+    more than `MOST_CELLS`: whoever wants that picture calls `ds_sparse.draw`.
+
+    Args:
+        to_draw: gives the layout, and the tokens in a block, or raises.
+    """
     try:
-        layout, block = what.rows_to_draw()
-        too_many = layout.heads * layout.rows * layout.columns > MOST_CELLS
-        return None if too_many else html_of(layout, block, title=repr(what))
+        layout, block = to_draw()
+        rows = layout if isinstance(layout, LayoutRows) else LayoutRows.of(layout)
+        return None if rows.heads * rows.rows * rows.columns > MOST_CELLS else html_of(rows, block, title)
     except (ValueError, RuntimeError, MemoryError):
         return None
 

@@ -90,7 +90,7 @@ class OnDevice:
         raise ValueError(f"{type(self).__name__} has no layout to draw.")
 
     def _repr_html_(self) -> str | None:
-        return in_notebook(self)
+        return in_notebook(self.rows_to_draw, repr(self))
 
     def ready(self) -> Self:
         """The index itself, for what the current stream does next (see `ReadyEvent`)."""

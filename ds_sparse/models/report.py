@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..modules.structured_attention import StructuredAttention
-from ..picture import html_of
+from ..picture import in_notebook
 
 NULL = 'null in "layers" of the block'
 """Why a layer stays dense."""
@@ -156,12 +155,13 @@ class SparsifyReport:
 
     def _repr_html_(self) -> str:
         """The table, and a picture of each layout, for a notebook."""
+
+        def picture(attention: StructuredAttention) -> str:
+            block = attention.sparsity_config.block
+            return in_notebook(lambda: (attention.layout, block), describe(attention)) or ""
+
         layouts = {id(kind.attention): kind.attention for kind in self._shown() if kind.attention is not None}
-        pictures = []
-        for attention in layouts.values():
-            with contextlib.suppress(ValueError, RuntimeError, MemoryError):  # a layout that other ranks have a part of
-                if not attention.chooses:
-                    pictures.append(html_of(attention.layout, attention.sparsity_config.block, describe(attention)))
+        pictures = [picture(attention) for attention in layouts.values() if not attention.chooses]
         return f"<pre>{html.escape(str(self))}</pre>{''.join(pictures)}"
 
     def _kinds(self) -> list[Kind]:

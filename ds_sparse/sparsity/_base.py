@@ -251,7 +251,7 @@ class SparsityConfig:
         from .draws import random_numbers_kept
 
         with random_numbers_kept():  # of structures without a seed
-            return in_notebook(self)
+            return in_notebook(self.rows_to_draw, repr(self))
 
     def make_rows(self, seq_len: int) -> LayoutRows:
         """The layout of `make_bool_layout`, of which only the block rows exist that are asked for.
