@@ -128,9 +128,9 @@ def cut_heads(
         bounds = most_of(len(head), len(lengths), of_chosen) if bounded else None
         for length, parts in zip(head, parts_of_lists(head, block, step, 3 if of_chosen else 6, bounds)):
             steps = -(-length // step)
-            bounds = [min(steps * i // parts * step, length) for i in range(parts + 1)]
+            edges = [min(steps * i // parts * step, length) for i in range(parts + 1)]
             for i in range(parts):
-                unit = [tile, first + bounds[i], bounds[i + 1] - bounds[i], part + i if parts > 1 else -1]
+                unit = [tile, first + edges[i], edges[i + 1] - edges[i], part + i if parts > 1 else -1]
                 of_head.append(unit)
             if parts > 1:
                 cuts.append([tile, part, parts])

@@ -206,7 +206,8 @@ def phases(case: Case, data: Path, device: torch.device) -> list[Phase]:
 
 
 def make_task(case: Case, data: Path, device: torch.device, before: Any) -> Task:
-    attention, blocks = attention_of(case.arm, blocks_of(case).keys()), blocks_of(case)
+    blocks = blocks_of(case)
+    attention = attention_of(case.arm, blocks.keys())
     side = CAUSAL if attention.kind.startswith(CAUSAL) else ""
     lengths = lengths_of(case, attention.length)
     pools = {

@@ -158,17 +158,22 @@ def _row_block(x: Arguments) -> int | None:
     return getattr(x, "row_block", None)
 
 
+LONGEST, LONGEST_OF_CHOSEN, MORE_PARTS_OF_CHOSEN, TILES_OF_PART, TILES_OF_CUT = 6, 3, 256, 4, 8
+"""As in csrc/index.h, which says what they are."""
+
+
 def _most(x: Arguments, lines: Any, tile: int, of_rows: bool) -> tuple[Any, Any, Any]:
     """The tiles of a head's lines, and the most work tiles and cuts."""
     tiles = _ceil_div(lines, max(1, tile // _own_block(x, of_rows)))
     of_chosen = not of_rows and _own_block(x, True) < x.block
-    longer = _ceil_div(4 * tiles, 3 if of_chosen else 6) + 1
+    longer = _ceil_div(4 * tiles, LONGEST_OF_CHOSEN if of_chosen else LONGEST) + 1
     if not x.bounded:
         return tiles, tiles + longer, longer
-    if not of_chosen:
-        return tiles, tiles + tiles // 4 + 1, tiles // 8 + 1
-    more = 256 // x.bits.shape[0]
-    return tiles, tiles + least_of(longer, tiles // 4 + 1 + more), least_of(tiles, tiles // 8 + 1 + more)
+    parts, cuts = tiles // TILES_OF_PART + 1, tiles // TILES_OF_CUT + 1
+    if not of_chosen:  # these are the least, whatever the number of tiles
+        return tiles, tiles + parts, cuts
+    more = MORE_PARTS_OF_CHOSEN // x.bits.shape[0]
+    return tiles, tiles + least_of(longer, parts + more), least_of(tiles, cuts + more)
 
 
 def _index_fill(x: Arguments) -> list[Tensor]:

@@ -155,8 +155,8 @@ def make_plan(
 
     Raises:
         ValueError: a block that is wrong, a length that it has no layout for, documents longer than sequences; more
-            ranks of a sequence than heads, or several without a block; layers that choose their blocks, with what is
-            known of their steps.
+            ranks of a sequence than heads where these exchange heads, or several without a block; layers that choose
+            their blocks, with what is known of their steps.
     """
     if settings.ranks > 1 and block is None:
         raise ValueError(

@@ -103,10 +103,8 @@ def halo_that_pays(
     Args:
         deal: makes the deal of heads, which keys must not leave much less even.
     """
-    plan, ranks = (
-        plan_halo(layout, block, lengths, heads, key_heads, causal=causal, may_be_wide=may_be_wide),
-        len(lengths),
-    )
+    ranks = len(lengths)
+    plan = plan_halo(layout, block, lengths, heads, key_heads, causal=causal, may_be_wide=may_be_wide)
     if plan is None or not keys_pay(plan.received, sum(lengths), ranks, heads, key_heads):
         return None
     if heads >= ranks and max(plan.loads) > (1 + TOLERANCE) * max(deal().loads):
