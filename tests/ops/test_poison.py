@@ -100,7 +100,8 @@ def test_graphs_are_replayed_with_what_is_finite_and_what_is_not():
 @pytest.mark.gpu
 @NO_GPU
 def test_the_first_pass_of_a_process_may_be_captured():
-    command = "import test_poison; test_poison.replay_with_each(is_captured_first=True)"
+    # At a normal exit autograd's thread may still drop Python objects, which aborts one process in 40.
+    command = "import os, test_poison; test_poison.replay_with_each(is_captured_first=True); os._exit(0)"
     subprocess.run(
         [sys.executable, "-c", command], check=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])},
