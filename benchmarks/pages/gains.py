@@ -15,6 +15,7 @@ from benchmarks.models.attentions import FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from benchmarks.models.results import longest_of
 from benchmarks.train import results as train_results
 
+from .axes import OURS, PLAIN, TEXT, THEIRS, axes, several_axes
 from .claims import (
     DECODER,
     DNA,
@@ -27,14 +28,11 @@ from .claims import (
     LONGEST,
     MODERNBERT,
     QUALITY,
+    RECALL,
     STRUCTURES,
 )
+from .recall import draw_recall, recall_tables
 from .tables import results_of, sources, trained
-
-TEXT, PLAIN = "#808080", "#9a9a9a"
-OURS = ("#3aa76d", "#2f8fd0", "#9a6fd8", "#17a2a2", "#7bbf3a")
-THEIRS = ("#e8833a", "#d9534f", "#c0569f", "#b08a2e", "#8f7be0", "#5fb0b7")
-"""Colours that are seen on white and on black."""
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -50,27 +48,6 @@ def bar_colours(names: Iterable[str]) -> list[str]:
     attentions = [name.partition(",")[0] for name in names]
     colour_of = colours(dict.fromkeys(attentions))
     return [colour_of[name] for name in attentions]
-
-
-def axes() -> tuple[Figure, Any]:
-    figure, ((plot,),) = several_axes(1, [4.0])
-    return figure, plot
-
-
-def several_axes(columns: int, heights: Sequence[float]) -> tuple[Figure, Any]:
-    """Rows of plots, with the inches that each is high."""
-    figure = Figure(figsize=(7.2, sum(heights)), layout="constrained")
-    figure.patch.set_alpha(0)
-    plots: Any = figure.subplots(len(heights), columns, height_ratios=heights, squeeze=False)
-    for plot in plots.flat:
-        plot.patch.set_alpha(0)
-        plot.tick_params(colors=TEXT, which="both")
-        plot.grid(color=TEXT, alpha=0.25, linewidth=0.6)
-        plot.set_axisbelow(True)
-        for side, spine in plot.spines.items():
-            spine.set_color(TEXT)
-            spine.set_visible(side in ("left", "bottom"))
-    return figure, plots
 
 
 def draw_speed(runs: Sequence[str]) -> Figure:
@@ -245,6 +222,12 @@ GAINS = {
         train_tables,
     ),
     "longer": Picture(LONGER, draw_curves, "Held-out loss with sequences of 16,384 tokens", train_tables),
+    "recall": Picture(
+        RECALL,
+        draw_recall,
+        "Percent of values told against their distance, by attention and by the hops between",
+        recall_tables,
+    ),
     "dna": Picture(
         DNA,
         partial(draw_measure, measure="gene_f1", label="F1 of genes on held-out sequences, percent"),

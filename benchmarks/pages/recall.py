@@ -14,7 +14,7 @@ from ds_sparse.bench import markdown
 from ds_sparse.config import parse_sparse_attention
 from ds_sparse.sparsity import ChosenSparsityConfig
 
-from .gains import OURS, TEXT, THEIRS, several_axes
+from .axes import OURS, TEXT, THEIRS, several_axes
 from .tables import trained
 
 CONNECTED = 0.9
@@ -34,7 +34,9 @@ def draw_recall(runs: Sequence[str]) -> Figure:
             for arm in (arm for arm in arms if arm.is_causal == is_causal):
                 points = [(at, 100 * part) for (of, at), part in told[arm.name].items() if of == hops]
                 name = label_of(arm)
-                plot.plot(*zip(*points), marker="o", markersize=3, color=colour_of[name], label=name)
+                # Others lie on dense attention's line.
+                width = 5 if arm.is_dense else 1.5
+                plot.plot(*zip(*points), marker="o", markersize=3, linewidth=width, color=colour_of[name], label=name)
             plot.set_xscale("log", base=2)
             plot.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
             plot.set_ylim(-3, 103)
