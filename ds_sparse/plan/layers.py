@@ -27,6 +27,7 @@ from ..sparsity.draws import random_numbers_kept
 from ..tools.block_sizes import rounded_up
 from ..tools.wording import in_ranges, reason
 from .model import Model
+from .reach import Reach, reach_of
 from .settings import Settings
 
 WINDOW_BLOCK = 64
@@ -77,6 +78,7 @@ class Walk:
         live: scores of live blocks, mean over heads.
         forward: tiles of block rows.
         backward: tiles of block columns.
+        reach: what tokens can find.
         keys: what ranks that share the sequence send each other; None where they exchange heads.
     """
 
@@ -85,6 +87,7 @@ class Walk:
     live: float
     forward: Side
     backward: Side
+    reach: Reach
     keys: KeysSent | None = None
 
     @classmethod
@@ -105,7 +108,7 @@ class Walk:
         for way, entries in ((FORWARD, of_sets[: len(heights)]), (BACKWARD, of_sets[len(heights) :])):
             computed, loaded = (entries[i] * block * max(block, heights[i]) for i in (0, -1))
             found[way] = Side(computed, loaded, entries[-1])
-        return cls(block, layout.shape[1] * block, live, found[FORWARD], found[BACKWARD])
+        return cls(block, layout.shape[1] * block, live, found[FORWARD], found[BACKWARD], reach_of(layout, block))
 
     @property
     def density(self) -> float:

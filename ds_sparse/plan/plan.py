@@ -28,6 +28,7 @@ from .limits import said_of
 from .memory import GIB, Memory, fits, longest, memory_of
 from .model import Model
 from .rates import Rates
+from .reach import Reach
 from .settings import RANKS, Settings
 from .step import Step, attention_of, flops_of, odd_vocabulary, step_of
 
@@ -46,6 +47,7 @@ class Layers:
         loaded: part of the scores in whole tiles.
         waste: part of what is computed that no live block has.
         milliseconds, dense_milliseconds: of attention in one layer.
+        reach: what tokens can find; None: every key.
     """
 
     layers: str
@@ -57,6 +59,7 @@ class Layers:
     waste: float
     milliseconds: float
     dense_milliseconds: float
+    reach: Reach | None
 
 
 @dataclass(frozen=True)
@@ -251,4 +254,5 @@ def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Se
         for those in (walked, None)
     )
     parts = (walked.density, walked.computed, walked.loaded, walked.waste) if walked else (1.0, 1.0, 1.0, 0.0)
-    return Layers(layers_in_words(kind.layers), kind.in_words(), len(kind.layers), *parts, sparse, dense)
+    reach = walked.reach if walked else None
+    return Layers(layers_in_words(kind.layers), kind.in_words(), len(kind.layers), *parts, sparse, dense, reach)

@@ -115,6 +115,8 @@ def _main_numbers(plan: Plan) -> Iterator[str]:
     kinds = "; ".join(f"{of.layers} {of.attention} ({of.density:.1%} of the scores)" for of in plan.layers)
     yield textwrap.shorten(f"layers {kinds}", WIDTH, placeholder=" ...")
     yield _longest(plan)
+    if not plan.is_dense:
+        yield _recall(plan)
     if plan.dense_is_faster_to is not None and plan.gain >= 1:
         yield _dense_is_faster(plan)
     unmeasured = sum(remark.startswith(UNMEASURED) for remark in plan.remarks)
@@ -150,6 +152,8 @@ def _details(plan: Plan) -> Iterator[str]:
     if len(plan.lengths) > 1:
         yield from _lengths(plan)
     yield from _wasted(plan).values()
+    if not plan.is_dense:
+        yield f"{_recall(plan)[:-1]}: a rule of thumb (docs/structures.md#which-structure)."
     yield ""
     for remark in plan.remarks:
         yield f"- {remark}"
@@ -201,6 +205,18 @@ def _layers(plan: Plan) -> Iterator[str]:
         "Parts of all scores: in live blocks, multiplied in tiles, in whole tiles, for which keys are loaded; what is "
         "beyond the density is waste. ms: attention of one layer, forward and backward."
     )
+
+
+def _recall(plan: Plan) -> str:
+    """What a token finds, by the layers that see most."""
+    if any(of.reach is None for of in plan.layers):
+        found = f"anything, in layers {next(of.layers for of in plan.layers if of.reach is None)}"
+    else:
+        near, between = (max(numbers) for numbers in zip(*(of.reach for of in plan.layers if of.reach is not None)))
+        found = f"what is up to {near:,} tokens away" if near else "what is in its block"
+        if between >= 0.5:
+            found += f", and farther what {between:,.0f} block{'s' if between >= 1.5 else ''} in between can pass on"
+    return f"a token finds {found}."
 
 
 def _time(plan: Plan) -> Iterator[str]:

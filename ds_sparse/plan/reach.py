@@ -1,0 +1,43 @@
+"""What tokens can find under a layout: keys near them in one layer, and the rest through blocks in between."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SEEN = 0.9
+"""Least share of the blocks at a distance that rows see."""
+
+SAMPLED = 32
+"""Rows, and columns for each, that stand for all pairs that are far apart."""
+
+
+class Reach(NamedTuple):
+    """Attributes:
+    near: tokens before a query that it sees all of; 0: those of its own block.
+    between: blocks that both see and are seen on the way of two layers from a far block to another, the mean.
+    """
+
+    near: int
+    between: float
+
+
+def reach_of(layout: Tensor, block: int) -> Reach:
+    """What a layout's heads see together.
+
+    Args:
+        layout: bool (H, R, R).
+        block: tokens on a block's side.
+    """
+    seen = layout.any(0)
+    blocks = len(seen)
+    near = 0
+    while near + 1 < blocks and seen.diagonal(-near - 1).float().mean() >= SEEN:
+        near += 1
+    rows = torch.linspace(blocks * 3 // 4, blocks * 7 // 8, SAMPLED).long()
+    # Leading and last blocks may be global themselves.
+    columns = torch.linspace(blocks // 8, blocks // 4, SAMPLED).long()
+    ways = seen[rows].float() @ seen[:, columns].float()
+    return Reach(near * block, ways.mean().item())
