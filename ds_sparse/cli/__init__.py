@@ -17,7 +17,7 @@ COMMANDS = {
     "bench": "time the operations beside dense PyTorch, after verifying them",
     "check": "say what is wrong with a DeepSpeed JSON and its sparse_attention block, without training",
     "completion": "print a script with which bash, zsh or fish completes this command",
-    "convert": "make a checkpoint of Longformer or BigBird one of RoBERTa or BERT, with block-sparse attention",
+    "convert": "make a checkpoint of Longformer, BigBird or LED one of RoBERTa, BERT or BART, block-sparse",
     "draw": "draw the layout that a DeepSpeed JSON gives, or what a model chooses, in the terminal or as a picture",
     "families": "say which Transformers models become sparse, which do not, and why",
     "modes": "show the structures a sparse_attention block may have: a picture, keys, bounds, defaults",

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _chosen(args: argparse.Namespace) -> Iterator[Sheet]:
     """What the layers of a model have chosen for a text."""
-    from ..config import load_config
+    from ..config import load_config, read_block
     from ..drawing import Sheet
     from ..integrations.transformers.checkpoint import choices_of, quiet
 
@@ -92,6 +92,13 @@ def _chosen(args: argparse.Namespace) -> Iterator[Sheet]:
     block = load_config(args.files[0]).block if args.files else None
     if args.files and block is None:
         raise ValueError(f"{args.files[0]}: no sparse_attention block; leave it out for the checkpoint's own.")
+    if block is not None:
+        structures = read_block(block, source=args.files[0], whole=False).all()
+        if not any(isinstance(structure, ChosenSparsityConfig) for structure in structures):
+            raise ValueError(
+                f"{args.files[0]}: its layers choose no blocks. Give a file with mode moba, nsa or indexer; a layout "
+                "is drawn without --model and --text."
+            )
     with quiet():
         choices = choices_of(args.model, text, args.seq, block)
     if args.layer is not None and args.layer not in choices:

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         return wrong(f"ds_sparse families: {error}")
     unknown = [family for family in args.families if family not in FAMILIES]
     if unknown:
-        return wrong(f"ds_sparse families: {unknown[0]!r} is none of {', '.join(FAMILIES)}.")
+        return wrong(f"ds_sparse families: {unknown[0]!r} is none of {', '.join(FAMILIES)}.", 2)
     table = rows(args.families or FAMILIES)
     if args.markdown:
         print(markdown(table))

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     for mode in args.modes:
         if mode not in known:
             hint = did_you_mean(mode, known)
-            return wrong(f"ds_sparse modes: {mode!r} is no mode; wanted {one_of(known)}.{hint}")
+            return wrong(f"ds_sparse modes: {mode!r} is no mode; wanted {one_of(known)}.{hint}", 2)
     try:
         found = [read_mode(mode) for mode in args.modes or known]
     except STRUCTURE_ERRORS as error:  # an entry point of a package, which is loaded here

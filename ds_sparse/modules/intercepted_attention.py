@@ -49,6 +49,10 @@ class CrossAttention(CannotBeSparse):
     """A call with keys of another sequence than the queries."""
 
 
+class RanDense(RuntimeError):
+    """A forward without a call that could be sparse."""
+
+
 class Interception(NamedTuple):
     """Our part of a module: its name in the model, and what computes, called as `StructuredAttention` is.
 
@@ -147,7 +151,7 @@ def _watched(name: str, dense: Any) -> Callable[..., Any]:
             output = own(self, *args, **kwargs)
         # What returns nothing is no attention: it may choose the function that others call.
         if attends and not calls.count and (output is not None or name == "forward"):
-            raise RuntimeError(
+            raise RanDense(
                 f"{_named(self)} ran without a call of scaled_dot_product_attention, so its attention was dense; have "
                 f"{name} call that function each time, or call undo() of what ds_sparse.sparsify returned."
             )

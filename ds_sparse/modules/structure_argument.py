@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, read_block
+from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, read_block
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from ..tools.notices import say_notices
 from ..tools.wording import kind
@@ -32,6 +32,10 @@ def read_structures(
     if isinstance(wanted, LayerStructures):
         return wanted.for_heads(num_heads)
     if isinstance(wanted, Mapping):
+        if isinstance(wanted.get(BLOCK_KEY), Mapping):
+            raise SparseAttentionConfigError(
+                [f'The dict is a whole DeepSpeed JSON; give its block alone, as in config["{BLOCK_KEY}"].']
+            )
         notices: list[str] = []
         structures = read_block(wanted, num_heads, source=wanted, notices=notices)
         say_notices(notices)

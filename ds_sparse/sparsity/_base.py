@@ -267,15 +267,16 @@ class SparsityConfig:
 
         Raises:
             ValueError, TypeError: as `make_bool_layout`.
-            MemoryError: as `make_bool_layout`, where the layout is made whole.
+            MemoryError: as `make_bool_layout`, where the layout is made whole; or some rows do not fit.
         """
         import torch
 
-        from ..layout import LayoutRows
+        from ..layout import ROWS_AT_ONCE, LayoutRows
 
         if self.overrides_layout():
             return LayoutRows.of(self.make_bool_layout(seq_len))
         blocks = self._blocks_in(seq_len)
+        need_memory(1, blocks, torch.bool, rows=ROWS_AT_ONCE)
 
         def maker(h: int) -> RowMaker:
             steps = self.row_steps(h, blocks)
@@ -371,13 +372,14 @@ class SparsityConfig:
         return any(hasattr(mro[ours], name) for cls in mro[:ours] for name in vars(cls) if not name.startswith("__"))
 
 
-def need_memory(heads: int, blocks: int, dtype: torch.dtype) -> None:
-    """Raises MemoryError if making a layout (heads, blocks, blocks) would take more than half of this machine's memory:
-    the layout itself, and about three masks of its shape on the way."""
-    need = heads * blocks * blocks * (dtype.itemsize + 3)
+def need_memory(heads: int, blocks: int, dtype: torch.dtype, rows: int | None = None) -> None:
+    """Raises MemoryError if making a layout (heads, blocks, blocks), whole or some rows at a time, would take more than
+    half of this machine's memory: the layout itself, and about three masks of its shape on the way."""
+    need = heads * (rows or blocks) * blocks * (dtype.itemsize + 3)
     have = machine_memory()
     if need > have // 2:
+        pieces = f", {rows} rows at a time" if rows else ""
         raise MemoryError(
-            f"A layout of {heads} x {blocks} x {blocks} blocks takes about {need >> 30:,} GiB to make, more than half "
-            f"of this machine's {have >> 30:,} GiB. Use a larger block or a shorter sequence."
+            f"A layout of {heads} x {blocks} x {blocks} blocks takes about {need >> 30:,} GiB to make{pieces}, more "
+            f"than half of this machine's {have >> 30:,} GiB. Use a larger block or a shorter sequence."
         )

@@ -125,5 +125,5 @@ def test_families_says_what_becomes_of_those_that_are_asked_for(capsys):
     assert "cross-attention" in out and max(map(len, out.splitlines())) <= 100
     assert main(["families", "--markdown", "ALBERT"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "| family | what happens | why |"
-    assert main(["families", "ALBERT", "Bert"]) == 1
+    assert main(["families", "ALBERT", "Bert"]) == 2
     assert capsys.readouterr().err.startswith("ds_sparse families: 'Bert' is none of BERT, RoBERTa, ")

@@ -20,8 +20,9 @@ def terminal_of_today(monkeypatch):
 
 
 def test_a_layout_that_no_memory_holds_is_drawn(monkeypatch, capsys):
-    def refuse(*_):
-        raise MemoryError("half a byte")
+    def refuse(*_, rows=None):
+        if rows is None:
+            raise MemoryError("half a byte")
 
     monkeypatch.setattr("ds_sparse.sparsity._base.need_memory", refuse)
     assert main(["draw", str(CONFIGS / "bslongformer.json"), "--seq", str(1 << 18), "--heads", "64"]) == 0
@@ -105,6 +106,7 @@ def checkpoints(tmp_path, monkeypatch, capsys):
     block = {"mode": "moba", "block": 16, "num_chosen_blocks": 2, "layers": {"1": None}}
     Path("moba.json").write_text(json.dumps({"sparse_attention": block}))
     Path("fixed.json").write_text(json.dumps({"sparse_attention": {"block": 16}}))
+    Path("wrong.json").write_text(json.dumps({"sparse_attention": {"mode": "moba", "blok": 16}}))
     Path("none.json").write_text("{}")
     Path("latin.txt").write_bytes("é".encode("latin-1"))
     capsys.readouterr()
@@ -142,7 +144,9 @@ def test_a_checkpoint_that_has_learned_to_choose_needs_no_file(checkpoints, caps
         (["--model", "indexer", *OF_TEXT, "--heads", "8"], 2, "ds_sparse draw: --heads 8 beside --model"),
         (["moba.json", *OF_TEXT], 2, "ds_sparse draw: give a DeepSpeed JSON"),
         (["moba.json"], 1, "moba.json: mode moba has no layout: each call chooses its blocks; give --model and --text"),
-        (["fixed.json", "--model", "dense", *OF_TEXT], 1, "dense: none of its layers chooses blocks."),
+        (["fixed.json", "--model", "dense", *OF_TEXT], 1, "fixed.json: its layers choose no blocks. Give a file with"),
+        (["wrong.json", "--model", "dense", *OF_TEXT], 1, "wrong.json: sparse_attention.blok: unknown key (given 16)"),
+        (["fixed.json", "--seq", "99999999999"], 1, "blocks takes about"),
         (["none.json", "--model", "indexer", *OF_TEXT], 1, "none.json: no sparse_attention block; leave it out"),
         (["--model", "dense", *OF_TEXT], 1, "dense: its config has no sparse_attention; give a file with mode moba"),
         (["--model", "indexer", "--text", "no.txt"], 1, "no.txt cannot be read: No such file"),

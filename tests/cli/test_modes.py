@@ -79,7 +79,7 @@ def test_a_structure_of_ones_own_is_shown_and_one_without_a_picture_says_why(cap
 
 
 def test_an_unknown_mode_is_a_sentence(capsys):
-    assert main(["modes", "bigbrid"]) == 1
+    assert main(["modes", "bigbrid"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("ds_sparse modes: 'bigbrid' is no mode; wanted ")
     assert err.endswith('Did you mean "bigbird"?\n')

@@ -636,6 +636,7 @@ def test_an_entry_for_local_layers_alone_is_refused():
             "4 attention heads and the sparsity config num_heads=12",
         ),
         ({"sparsity_config": "ds.json"}, TypeError, "sparsity_config is str; it has to be a sparsity config"),
+        ({"sparsity_config": {"sparse_attention": {}}}, ValueError, "a whole DeepSpeed JSON; give its block alone"),
         ({"sparsity_config": ds_sparse.FixedSparsityConfig}, TypeError, "it has to be a sparsity config"),
         (
             {"sparsity_config": {"mode": "bigbird", "num_sliding_window_blocks": 9}},

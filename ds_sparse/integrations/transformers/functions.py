@@ -254,7 +254,8 @@ def _refuse_what_is_no_encoder(call: Call) -> None:
     if mask is not None and (mask.dtype == MASK_DTYPE or (mask.is_meta and not call.query.is_meta)):
         raise Refused(
             f"{which(call.layer)} is bidirectional and given a mask that is causal, packed, with an overlay or for "
-            f'cross-attention, which {NAME} does not compute there; use attn_implementation="sdpa".'
+            f"cross-attention, which {NAME} does not compute there; give padding alone, as attention_mask (batch, "
+            'tokens), or use attn_implementation="sdpa".'
         )
 
 

@@ -122,7 +122,7 @@ def check_in_the_manner(name: str, layer: nn.Module, error: Exception | None = N
     """Raises ValueError unless a layer can become a BertSparseSelfAttention, from the error with which a trial of it
     did not run."""
     try:
-        _check_replaceable(name, layer, "" if error is None else f": it raised {first_line(error)}")
+        _check_replaceable(name, layer, "" if error is None else f": it raised {first_line(error).rstrip('.')}")
         _dropout(name, layer)
     except ValueError as refusal:
         raise refusal from error

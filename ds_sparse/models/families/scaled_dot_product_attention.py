@@ -19,6 +19,7 @@ from torch import nn
 from ...modules.intercepted_attention import (
     CannotBeSparse,
     CrossAttention,
+    RanDense,
     SparseCalls,
     make_calls_dense,
     make_calls_sparse,
@@ -50,7 +51,7 @@ class ScaledDotProductAttention(Family):
     ) -> list[Change]:
         assert isinstance(layers, _TriedLayers), "layers have to come from of_this_family"
         for name, (layer, error) in layers.failed.items():
-            check_in_the_manner(name, layer, error)
+            check_in_the_manner(name, layer, None if isinstance(error, RanDense) else error)
         tried = layers.tried
         cross_attention = {name: layers[name] for name, seen in tried.items() if seen.is_cross_attention}
         selves = {name: seen for name, seen in tried.items() if name not in cross_attention}

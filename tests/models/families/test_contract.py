@@ -210,6 +210,12 @@ class TwoKinds(Fused):
         )
 
 
+class WrittenOut(Fused):
+    def forward(self, x):
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return (query @ key.mT).softmax(-1) @ value
+
+
 class Large(Block):
     """Heads of more than kernels take."""
 
@@ -269,8 +275,9 @@ REFUSED = [
         Rotated(),
         DENSE,
         r"0 \(Rotated\) would stay dense: .* as a trial of this one on made-up inputs did not: it raised TypeError: "
-        ".* missing 1 required positional argument: 'angles'",
+        r".* missing 1 required positional argument: 'angles'\. Have it call that, or write",
     ),
+    (WrittenOut(), DENSE, r"0 \(WrittenOut\) would stay dense: .* inputs did not\. Have it call that, or write"),
     (Fused(), RANDOM, "has random blocks and no seed"),
     (Fused(), EIGHT, "The model has 4 attention heads"),
 ]
