@@ -112,7 +112,8 @@ def _chosen(args: argparse.Namespace) -> Iterator[Sheet]:
 
 def _check_head(args: argparse.Namespace, heads: int) -> None:
     if args.head is not None and args.head >= heads:
-        raise ValueError(f"--head {args.head}: there are {heads} heads, from 0 to {heads - 1}.")
+        more = "" if args.model is not None else "; --heads says how many the model has"
+        raise ValueError(f"--head {args.head}: there are {heads} heads, from 0 to {heads - 1}{more}.")
 
 
 def _read(args: argparse.Namespace, file: str) -> LayerStructures:

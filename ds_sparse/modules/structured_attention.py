@@ -337,7 +337,14 @@ class StructuredAttention:
     def _build(self, seq_len: int) -> _Layout:
         config = self.sparsity_config
         make = getattr(config, "make_bool_layout", config.make_layout)
-        return _Layout(make(seq_len), config.block, config.num_heads)
+        try:
+            layout = make(seq_len)
+        except ValueError as error:
+            raise ValueError(
+                f"{type(config).__name__}, block {config.block}: no layout of {seq_len} tokens ({error}); give a "
+                "longer max_seq_length, or change the structure."
+            ) from error
+        return _Layout(layout, config.block, config.num_heads)
 
     def covering(self, seq_len: int) -> _Layout:
         """The layout whose top-left part serves so many tokens."""

@@ -122,8 +122,8 @@ class SparsityConfig:
                 "attention",
                 (
                     'attention "unidirectional" masks whole blocks only: inside a diagonal block a token still sees '
-                    "the later tokens of its block. Set causal to true for token-level masking, or pass a triangular "
-                    "attention mask."
+                    "the later tokens of its block, unless the model is causal itself. Set causal to true for "
+                    "token-level masking, or pass a triangular attention mask."
                 ),
             )
         if self._says("seed") is not None and not self.draws_random_blocks:
