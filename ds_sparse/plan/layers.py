@@ -23,8 +23,8 @@ from ..sequence.deal import deal_heads
 from ..sequence.halo_plan import halo_that_pays, keys_pay, live_blocks, part_lengths, received_of_window
 from ..sparsity import ChosenSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
-from ..sparsity.draws import random_numbers_kept
 from ..tools.block_sizes import rounded_up
+from ..tools.random_numbers import random_numbers_kept
 from ..tools.wording import in_ranges, reason
 from .model import Model
 from .reach import Reach, reach_of

@@ -81,10 +81,13 @@ def _waiting(model: Model, settings: Settings) -> tuple[float, float]:
 
 def _of_layer(model: Model, settings: Settings) -> tuple[float, float]:
     """Bytes of a token that one layer keeps: of all but attention, and of attention."""
-    others = layer(model).saved - kept_by_attention(model)
-    if settings.ranks == 1 or settings.ranks > model.heads:  # which exchange keys
-        return others, kept_by_attention(model)
-    return others + exchange(model).saved, settings.ranks * kept_by_attention(of_rank(model, settings))
+    attention = kept_by_attention(model)
+    others = layer(model).saved - attention
+    if settings.ranks > 1:  # needs the same, measured, whether ranks exchange heads or keys
+        others += exchange(model).saved
+    if settings.ranks <= model.heads:
+        attention = settings.ranks * kept_by_attention(of_rank(model, settings))
+    return others, attention
 
 
 def fits(model: Model, settings: Settings, seq_len: int, memory_gib: float) -> bool:

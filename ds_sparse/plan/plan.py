@@ -61,6 +61,10 @@ class Layers:
     dense_milliseconds: float
     reach: Reach | None
 
+    @property
+    def is_faster_dense(self) -> bool:
+        return self.milliseconds > self.dense_milliseconds
+
 
 @dataclass(frozen=True)
 class AtLength:
@@ -82,6 +86,7 @@ class Plan:
     dense_attention_flops: the same where all is dense.
     longest: tokens of the longest sequence that fits; None: the memory is not known.
     memory_gib: of the GPU.
+    null_step: with null for those layers alone that are faster dense; None where there are none, or all are.
     advice: the parallelism to take; None where nothing fits, or the memory is not known.
     odd_vocabulary: milliseconds that a vocabulary of an odd size costs in a step.
     lengths: ascending, to the length of the plan.
@@ -104,6 +109,7 @@ class Plan:
     dense_attention_flops: float
     step: Step
     dense_step: Step
+    null_step: Step | None
     memory: Memory
     memory_gib: float | None
     longest: int | None
@@ -175,6 +181,9 @@ def make_plan(
     if not all(walked and walked.keys for walked in walks):
         check_ranks(model.heads, settings.ranks)
     of_layers = spread(kinds, walks)
+    layers = [_layers(kind, walked, rates, model, settings, padded) for kind, walked in zip(kinds, walks)]
+    faster = [None if of.is_faster_dense else walked for of, walked in zip(spread(kinds, layers), of_layers)]
+    may_be_null = any(faster) and faster != of_layers and settings.ranks <= model.heads
 
     def of_others(others: Settings) -> list[Walked]:
         return spread(kinds, walks_of(kinds, model, others, padded))
@@ -193,12 +202,13 @@ def make_plan(
         seq_len=seq_len,
         padded=padded,
         document_tokens=document_tokens,
-        layers=[_layers(kind, walked, rates, model, settings, padded) for kind, walked in zip(kinds, walks)],
+        layers=layers,
         model_flops=linear_flops,
         attention_flops=attention_flops,
         dense_attention_flops=flops_of(model, settings, seq_len, [None] * model.layers)[1],
         step=step_of(rates, model, settings, padded, of_layers),
         dense_step=step_of(rates, model, settings, seq_len, dense),
+        null_step=step_of(rates, model, settings, padded, faster) if may_be_null else None,
         memory=memory_of(model, settings, padded),
         memory_gib=memory_gib,
         longest=None if memory_gib is None else longest(model, settings, largest_block(kinds), memory_gib),

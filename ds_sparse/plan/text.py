@@ -82,12 +82,9 @@ def _alternatives(plan: Plan) -> dict[str, float]:
             found["dense attention, without the flag"] = plan.tokens / plan.dense_step.total * 1e3
         elif ranks <= plan.model.heads:  # without the block nothing shares a sequence
             found['"mode": "dense"'] = plan.tokens / plan.dense_step.total * 1e3
-        slow = [of for of in plan.layers if of.milliseconds > of.dense_milliseconds]
-        if slow and len(slow) < len(plan.layers):
-            passes = plan.settings.accumulation * (1.5 if plan.settings.checkpoints else 1)
-            saved = passes * sum(of.count * (of.milliseconds - of.dense_milliseconds) for of in slow)
-            name = f'null in "layers" for {",".join(of.layers for of in slow)}'
-            found[name] = plan.tokens / (plan.step.total - saved) * 1e3
+        if plan.null_step is not None:
+            slow = ",".join(of.layers for of in plan.layers if of.is_faster_dense)
+            found[f'null in "layers" for {slow}'] = plan.tokens / plan.null_step.total * 1e3
     return found
 
 
@@ -168,7 +165,8 @@ def _gpus(settings: Settings) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """Every number: milliseconds, bytes, tokens, FLOPs as the fields of `Plan` say; times and memory with sums."""
     found = asdict(plan)
-    found["step"]["total"], found["dense_step"]["total"] = plan.step.total, plan.dense_step.total
+    for step in filter(None, (found["step"], found["dense_step"], found["null_step"])):
+        step["total"] = sum(step.values())
     found["memory"]["total"] = plan.memory.total
     if plan.advice is not None:
         found["advice"]["step"]["total"] = plan.advice.step.total
@@ -274,7 +272,7 @@ def _lengths(plan: Plan) -> Iterator[str]:
     if plan.dense_is_faster_to is not None and plan.gain >= 1:
         yield _dense_is_faster(plan)
     for of in plan.layers:
-        if of.milliseconds > of.dense_milliseconds:
+        if of.is_faster_dense:
             yield f'layers {of.layers}: dense attention is faster; give them null in "layers".'
 
 

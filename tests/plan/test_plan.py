@@ -39,10 +39,16 @@ def test_where_dense_attention_is_quick_dense_is_faster_and_that_is_what_is_said
     assert 'layers 0-11: dense attention is faster; give them null in "layers".' in lines_of(plan, details=True)
 
 
-def test_layers_that_are_faster_dense_are_an_alternative_of_their_own(planned, rates):
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_layers_that_are_faster_dense_are_an_alternative_of_their_own(planned, rates, checkpoints):
     quick = {way: [c / 4 for c in coefficients] for way, coefficients in rates.dense.items()}
-    plan = planned(WINDOW | {"layers": {"0-5": {"mode": "dense", "block": 16}}}, replace(rates, dense=quick))
-    faster = planned(WINDOW | {"layers": {"0-5": None}}, replace(rates, dense=quick))
+    plan = planned(
+        WINDOW | {"layers": {"0-5": {"mode": "dense", "block": 16}}},
+        replace(rates, dense=quick),
+        checkpoints=checkpoints,
+    )
+    faster = planned(WINDOW | {"layers": {"0-5": None}}, replace(rates, dense=quick), checkpoints=checkpoints)
+    assert plan.null_step.total == pytest.approx(faster.step.total)
     speed = f"{faster.tokens / faster.step.total * 1e3:,.0f} tokens a second"
     assert f'best alternative: null in "layers" for 0-5: {speed}' in [*lines_of(plan)][1]
 
