@@ -196,10 +196,11 @@ def run_case(
     reasons: dict[str, str] = {}
     spent: dict[str, float] = {}
     runs: dict[tuple[str, str], Callable[[], float]] = {}
-    with Terminal().progress(len(names), f"{case.name}: verified") as done:
-        for name in names:
+    with Terminal().progress(len(names), f"{case.name}: verifying {''.join(names[:1])}") as done:
+        for number, name in enumerate(names):
+            if number:
+                done(f"{case.name}: verifying {name}")
             start = time.perf_counter()
-            done(f"{case.name}: verifying {name}")
             try:
                 peer = operation.peers[name](problem)
                 problem.verify(name, peer)
