@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .layout import ROWS_AT_ONCE, LayoutRows, RowMaker
+from .tools.random_numbers import random_numbers_kept
 from .tools.torch_settings import cpu_threads
 from .tools.wording import in_ranges
 
@@ -103,6 +104,7 @@ def _png(shares: Tensor) -> str:
     return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode("ascii")
 
 
+@random_numbers_kept()
 def cell_of(rows: LayoutRows, width: int) -> int:
     """Block columns in a character of a picture of this width. Of a pattern that repeats itself they are whole periods,
     or a part of one that divides it: else columns of equal characters would have unequal shares of it, and their shades
@@ -121,6 +123,7 @@ def _period(rows: LayoutRows, most: int) -> int:
     return next((period for period in periods if torch.equal(kinds[period:], kinds[:-period])), 1)
 
 
+@random_numbers_kept()
 def panels_of(rows: LayoutRows, cell: tuple[int, int], head: int | None = None) -> list[Panel]:
     """One for each distinct head, or of one head, in cells of so many rows and columns; those at the edge count only
     the blocks they hold. Of each head no more than ROWS_AT_ONCE rows exist at a time."""

@@ -130,15 +130,13 @@ def _same(mode: Mode, other: Mode, key: str) -> bool:
 def _picture(mode: Mode) -> tuple[str, str]:
     """The layout of an example, and what its characters are; or why there is none."""
     from ..drawing import draw
-    from ..sparsity.draws import random_numbers_kept
 
     if _chooses(mode):
         return "No picture: each call chooses its blocks.", ""
     try:
         block = example_block(mode.mode)
         structure = parse_sparse_attention(block, 1)
-        with random_numbers_kept():
-            picture = draw(structure.make_rows(_BLOCKS * structure.block), structure.block, _BLOCKS)
+        picture = draw(structure, columns=_BLOCKS, tokens=_BLOCKS * structure.block)
     except STRUCTURE_ERRORS as error:
         return f"no picture: {reason(error)}", ""
     usual = {name: key.default for name, key in mode.keys.items()}

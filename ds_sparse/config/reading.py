@@ -16,8 +16,8 @@ from ..sparsity import SparsityConfig, SparsityWarning, sparsity_class, sparsity
 from ..sparsity._fields import build, json_fields, json_model
 from ..sparsity._registry import loaded_classes
 from ..sparsity.declarations import Rule, rule_fields
-from ..sparsity.draws import random_numbers_kept
 from ..tools.block_sizes import rounded_up
+from ..tools.random_numbers import random_numbers_kept
 from ..tools.wording import did_you_mean, hint_of_text, list_modes, one_of, reason, show, show_key
 from .file import BLOCK_KEY, LAYERS_KEY, SparseAttentionConfigError
 

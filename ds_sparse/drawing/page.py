@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..layout import LayoutRows
 from ..picture import head_name
+from ..tools.random_numbers import random_numbers_kept
 from .changes import Changes
 from .pictures import require_writable, writing
 from .walk import LARGEST, walks
@@ -72,6 +73,7 @@ def save_page(sheets: Sequence[Sheet], path: str | os.PathLike[str], title: str,
         file.write(text)
 
 
+@random_numbers_kept()
 def page_text(sheets: Sequence[Sheet], title: str, notes: Sequence[str] = ()) -> str:
     """A page with layouts to look into: at any zoom, a head at a time or all, one beside another, with the tiles that
     kernels walk.

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from ..tools.block_sizes import not_whole_blocks, rounded_up
 from ..tools.memory import machine_memory
+from ..tools.random_numbers import random_numbers_kept
 from ._steps import RowStep
 from .declarations import DECLARED, DEFAULTS, Block, Rule, declared, declared_value
 
@@ -242,16 +243,15 @@ class SparsityConfig:
             layout = self._lay_out_heads(self._no_blocks(self.num_layout_heads, seq_len, torch.bool))
         return share_equal_heads(layout)
 
+    @random_numbers_kept()
     def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
         """The layout of so many tokens, 2048 by default, in whole blocks."""
         return self.make_rows(rounded_up(tokens or DRAWN_TOKENS, self.block)), self.block
 
     def _repr_html_(self) -> str | None:
         from ..picture import in_notebook
-        from .draws import random_numbers_kept
 
-        with random_numbers_kept():  # of structures without a seed
-            return in_notebook(self.rows_to_draw, repr(self))
+        return in_notebook(self.rows_to_draw, repr(self))
 
     def make_rows(self, seq_len: int) -> LayoutRows:
         """The layout of `make_bool_layout`, of which only the block rows exist that are asked for.

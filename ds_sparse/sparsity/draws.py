@@ -7,12 +7,12 @@ seed, and compared.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from ..tools.random_numbers import random_numbers_kept
 from ._base import SparsityConfig
 from .declarations import declare, declared_value, may_declare
 
@@ -101,18 +101,3 @@ def _make(structure: SparsityConfig, seed: int, seq_len: int, drawn: list[int]) 
 
         tried.sampler = noting
     return getattr(tried, "make_bool_layout", tried.make_layout)(seq_len)
-
-
-@contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Keeps the states of all random numbers: a trial must not change what training draws."""
-    import numpy
-    import torch
-
-    states = random.getstate(), numpy.random.get_state(), torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.random.set_rng_state(states[2])

@@ -41,6 +41,8 @@ def test_a_structure_shows_itself_and_draws_nothing_from_others():
     state = random.getstate()
     unseeded = ds_sparse.BigBirdSparsityConfig(num_heads=1, block=64)
     assert "BigBirdSparsityConfig(" in unseeded._repr_html_() and random.getstate() == state
+    drawn = ds_sparse.draw(unseeded, columns=8)._repr_html_()
+    assert images(drawn) and random.getstate() == state, "neither the structure nor its rows"
     (image,) = images(STRUCTURE._repr_html_())
     assert image.shape == (128, 128)
     too_wide = ds_sparse.BSLongformerSparsityConfig(num_heads=1, block=128, num_sliding_window_blocks=99)
