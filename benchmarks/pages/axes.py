@@ -1,4 +1,4 @@
-"""Axes and colours of pictures, seen on white and on black."""
+"""Axes and colours of pictures."""
 
 from collections.abc import Sequence
 from typing import Any

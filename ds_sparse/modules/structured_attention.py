@@ -26,7 +26,7 @@ from ..sparsity.declarations import declared_value
 from ..sparsity.draws import without_seed
 from ..tools.block_sizes import not_whole_blocks, rounded_up
 from ..tools.ranks import from_rank_0, world_size
-from ..tools.wording import kind
+from ..tools.wording import kind, reason
 from .chosen_attention import chosen_attention
 from .layout_buffer import LayoutBuffer
 
@@ -341,8 +341,8 @@ class StructuredAttention:
             layout = make(seq_len)
         except ValueError as error:
             raise ValueError(
-                f"{type(config).__name__}, block {config.block}: no layout of {seq_len} tokens ({error}); give a "
-                "longer max_seq_length, or change the structure."
+                f"{type(config).__name__}, block {config.block}: no layout of {seq_len} tokens ({reason(error)}); give "
+                "a longer max_seq_length, or change the structure."
             ) from error
         return _Layout(layout, config.block, config.num_heads)
 

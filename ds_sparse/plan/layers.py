@@ -27,7 +27,6 @@ from ..tools.block_sizes import rounded_up
 from ..tools.random_numbers import random_numbers_kept
 from ..tools.wording import in_ranges, reason
 from .model import Model
-from .reach import Reach, reach_of
 from .settings import Settings
 
 WINDOW_BLOCK = 64
@@ -78,7 +77,6 @@ class Walk:
         live: scores of live blocks, mean over heads.
         forward: tiles of block rows.
         backward: tiles of block columns.
-        reach: what tokens can find.
         keys: what ranks that share the sequence send each other; None where they exchange heads.
     """
 
@@ -87,7 +85,6 @@ class Walk:
     live: float
     forward: Side
     backward: Side
-    reach: Reach
     keys: KeysSent | None = None
 
     @classmethod
@@ -108,7 +105,7 @@ class Walk:
         for way, entries in ((FORWARD, of_sets[: len(heights)]), (BACKWARD, of_sets[len(heights) :])):
             computed, loaded = (entries[i] * block * max(block, heights[i]) for i in (0, -1))
             found[way] = Side(computed, loaded, entries[-1])
-        return cls(block, layout.shape[1] * block, live, found[FORWARD], found[BACKWARD], reach_of(layout, block))
+        return cls(block, layout.shape[1] * block, live, found[FORWARD], found[BACKWARD])
 
     @property
     def density(self) -> float:
@@ -208,7 +205,7 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
     with _same_draws():
         rows = structure.make_rows(rounded_up(seq_len, structure.block))
         pieces = (piece for head in range(rows.heads) for piece in rows.pieces(head))
-        causal = declared_value(structure, "causal") or model.does.causal
+        causal = _is_causal(kind, model)
         live = sum(int((part.tril(of_rows.start) if causal else part).count_nonzero()) for of_rows, part in pieces)
     return live / rows.heads * structure.block**2
 
@@ -229,16 +226,31 @@ def walk_of(kind: Kind, model: Model, seq_len: int, lengths: Sequence[int] = ())
         lengths: tokens of each rank, where ranks share the sequence and may exchange keys.
 
     Raises:
+        ValueError: as `layout_of`.
+    """
+    layout = layout_of(kind, model, seq_len)
+    if layout is None:
+        return None
+    walk = Walk.of(layout, kind.block)
+    if not lengths:
+        return walk
+    if kind.window is None:
+        return replace(walk, keys=_keys_sent(layout, kind.block, model, lengths, _is_causal(kind, model)))
+    received = received_of_window(lengths, kind.window, model.does.causal, model.key_heads)
+    pays = keys_pay(received, seq_len, len(lengths), model.heads, model.key_heads)
+    return replace(walk, keys=KeysSent(max(lengths) / seq_len, received)) if pays else walk
+
+
+def layout_of(kind: Kind, model: Model, seq_len: int) -> Tensor | None:
+    """What queries see in layers of a kind, bool (H or 1, R, R); None for dense attention.
+
+    Raises:
         ValueError: the structure has no layout of this length; a layout too large to be laid out here.
     """
     blocks, structure = -(-seq_len // kind.block), kind.structure
     if kind.window is not None:
         row = torch.arange(blocks)
-        near = (row[:, None] - row).abs() <= -(-kind.window // WINDOW_BLOCK)
-        walk = Walk.of(near[None], WINDOW_BLOCK)
-        received = received_of_window(lengths, kind.window, model.does.causal, model.key_heads) if lengths else 0
-        pays = lengths and keys_pay(received, seq_len, len(lengths), model.heads, model.key_heads)
-        return replace(walk, keys=KeysSent(max(lengths) / seq_len, received)) if pays else walk
+        return ((row[:, None] - row).abs() <= -(-kind.window // WINDOW_BLOCK))[None]
     if structure is None:
         return None
     heads = structure.num_heads if structure.different_layout_per_head else 1
@@ -256,11 +268,11 @@ def walk_of(kind: Kind, model: Model, seq_len: int, lengths: Sequence[int] = ())
             f"{kind.in_words()}: no layout of {tokens:,} tokens ({reason(error)}); give a longer --seq, or change the "
             "structure."
         ) from None
-    causal = declared_value(structure, "causal") or model.does.causal
-    if causal:
-        layout = causal_cut(layout)
-    walk = Walk.of(layout, structure.block)
-    return replace(walk, keys=_keys_sent(layout, structure.block, model, lengths, causal)) if lengths else walk
+    return causal_cut(layout) if _is_causal(kind, model) else layout
+
+
+def _is_causal(kind: Kind, model: Model) -> bool:
+    return bool(declared_value(kind.structure, "causal") or model.does.causal)
 
 
 def _keys_sent(layout: Tensor, block: int, model: Model, lengths: Sequence[int], causal: bool) -> KeysSent | None:

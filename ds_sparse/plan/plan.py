@@ -20,6 +20,7 @@ from .layers import (
     kinds_of,
     largest_block,
     layers_in_words,
+    layout_of,
     live_scores,
     spread,
     walks_of,
@@ -28,7 +29,7 @@ from .limits import said_of
 from .memory import GIB, Memory, fits, longest, memory_of
 from .model import Model
 from .rates import Rates
-from .reach import Reach
+from .reach import Reach, reach_of
 from .settings import RANKS, Settings
 from .step import Step, attention_of, flops_of, odd_vocabulary, step_of
 
@@ -264,5 +265,6 @@ def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Se
         for those in (walked, None)
     )
     parts = (walked.density, walked.computed, walked.loaded, walked.waste) if walked else (1.0, 1.0, 1.0, 0.0)
-    reach = walked.reach if walked else None
+    layout = layout_of(kind, model, seq_len)
+    reach = None if layout is None else reach_of(layout, kind.block)
     return Layers(layers_in_words(kind.layers), kind.in_words(), len(kind.layers), *parts, sparse, dense, reach)

@@ -113,7 +113,7 @@ def _main_numbers(plan: Plan) -> Iterator[str]:
     yield textwrap.shorten(f"layers {kinds}", WIDTH, placeholder=" ...")
     yield _longest(plan)
     if not plan.is_dense:
-        yield _recall(plan)
+        yield f"{_recall(plan)}."
     if plan.dense_is_faster_to is not None and plan.gain >= 1:
         yield _dense_is_faster(plan)
     unmeasured = sum(remark.startswith(UNMEASURED) for remark in plan.remarks)
@@ -150,7 +150,7 @@ def _details(plan: Plan) -> Iterator[str]:
         yield from _lengths(plan)
     yield from _wasted(plan).values()
     if not plan.is_dense:
-        yield f"{_recall(plan)[:-1]}: a rule of thumb (docs/structures.md#which-structure)."
+        yield f"{_recall(plan)}: a rule of thumb (docs/structures.md#which-structure)."
     yield ""
     for remark in plan.remarks:
         yield f"- {remark}"
@@ -214,7 +214,7 @@ def _recall(plan: Plan) -> str:
         found = f"what is up to {near:,} tokens away" if near else "what is in its block"
         if between >= 0.5:
             found += f", and farther what {between:,.0f} block{'s' if between >= 1.5 else ''} in between can pass on"
-    return f"a token finds {found}."
+    return f"a token finds {found}"
 
 
 def _time(plan: Plan) -> Iterator[str]:
