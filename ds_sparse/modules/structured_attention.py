@@ -25,6 +25,7 @@ from ..sparsity import ChosenSparsityConfig, SparsityConfig, adds_parameters
 from ..sparsity.declarations import declared_value
 from ..sparsity.draws import without_seed
 from ..tools.block_sizes import not_whole_blocks, rounded_up
+from ..tools.notices import say_notices
 from ..tools.ranks import from_rank_0, world_size
 from ..tools.wording import kind, reason
 from .chosen_attention import chosen_attention
@@ -344,6 +345,9 @@ class StructuredAttention:
                 f"{type(config).__name__}, block {config.block}: no layout of {seq_len} tokens ({reason(error)}); give "
                 "a longer max_seq_length, or change the structure."
             ) from error
+        if isinstance(config, SparsityConfig):
+            about = f"{type(config).__name__}, block {config.block}, at {seq_len} tokens"
+            say_notices(f"{about}: {key}: {said}" for key, said in config.cautions_at(seq_len // config.block))
         return _Layout(layout, config.block, config.num_heads)
 
     def covering(self, seq_len: int) -> _Layout:

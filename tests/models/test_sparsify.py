@@ -137,3 +137,11 @@ def test_importing_it_does_not_import_transformers():
     code = "import sys, ds_sparse.models.sparsify; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_global_blocks_beyond_the_layout_are_said(capsys):
+    model = nn.ModuleDict({"self": nn.MultiheadAttention(32, 2, batch_first=True)})
+    block = {"mode": "bslongformer", "block": 16, "global_block_indices": [0, 77]}
+    ds_sparse.sparsify(model, block, max_seq_length=128)
+    said = "at 128 tokens: global_block_indices: no block 77 in this sequence, whose last is 7: ignored"
+    assert said in capsys.readouterr().out
