@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from ..modules.structured_attention import check_tokens
 from ..sparsity import SparsityConfig
 from ..tools.ranks import say
 from .families import families
@@ -64,7 +65,9 @@ class SparseAttentionUtils:
         Raises:
             ValueError: a model without such a table, which may need none (rotary and relative positions); fewer tokens
                 than there are; a table that ZeRO has partitioned.
+            TypeError: a `max_position` that is no integer.
         """
+        check_tokens("max_position", max_position)
         base: Any = base_model(model)
         table = position_table(base)
         if table is None:
@@ -137,7 +140,9 @@ class SparseAttentionUtils:
             ValueError: another kind of model, a decoder, one that is sparse already, one whose config asks for
                 attention probabilities, a structure for another number of heads, or a table of positions for fewer
                 tokens than `max_position`.
+            TypeError: a `max_position` that is no integer.
         """
+        check_tokens("max_position", max_position)
         base = base_model(model)
         layers = getattr(getattr(base, "encoder", None), "layer", None)
         if layers is None:

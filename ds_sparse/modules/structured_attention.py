@@ -468,12 +468,16 @@ def whole_blocks(tokens: int, block: int) -> int:
     Raises:
         TypeError, ValueError: no integer; below 1.
     """
+    check_tokens("max_seq_length, or what the model's config says of its longest sequence,", tokens)
+    return rounded_up(int(tokens), block)
+
+
+def check_tokens(name: str, tokens: object) -> None:
+    """Raises TypeError or ValueError for a length that is no integer of 1 or more."""
     if isinstance(tokens, bool) or not isinstance(tokens, Integral) or tokens < 1:
         raise (ValueError if isinstance(tokens, Integral) else TypeError)(
-            f"max_seq_length, or what the model's config says of its longest sequence, is {tokens!r}; it has to be an "
-            "integer of 1 or more, in tokens."
+            f"{name} is {tokens!r}; it has to be an integer of 1 or more, in tokens."
         )
-    return rounded_up(int(tokens), block)
 
 
 def of_keys_or_pairs(mask: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -221,6 +221,8 @@ def test_errors_are_sentences_and_leave_nothing_behind(folders, tmp_path):
             adapt(model, long, **options)
         assert not long.parent.exists()
 
+    with pytest.raises(TypeError, match="max_position is '4096'; it has to be an integer"):
+        adapt(dense, long, max_position="4096")
     assert_refused("no-such-model: no such folder, and no model of this name in the hub's cache", "no-such-model")
     assert_refused("no/such/model: no such folder", "no/such/model")
     assert_refused("it has no config.json", tmp_path)

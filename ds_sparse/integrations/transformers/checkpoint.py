@@ -23,6 +23,7 @@ from ...models.sparse_attention_utils import SparseAttentionUtils
 from ...models.sparsify import activate, sparsify
 from ...modules.choices import Choice, record_choices
 from ...modules.chosen_attention import LEARNED
+from ...modules.structured_attention import check_tokens
 from ...sparsity import SparsityConfig
 from ...tools.ranks import say
 from ...tools.wording import BLOCK_KEY, reason
@@ -62,7 +63,7 @@ def adapt(
         ValueError: no such model, one that cannot be sparse, fewer tokens than there are, an `out` that holds
             something. Then nothing has been written.
         SparseAttentionConfigError: the dict is wrong (a ValueError).
-        TypeError: neither a structure nor a dict.
+        TypeError: neither a structure nor a dict; a `max_position` that is no integer.
 
     Examples:
         >>> import ds_sparse
@@ -71,6 +72,7 @@ def adapt(
         ...     "all-MiniLM-L6-v2", "minilm-4096", max_position=4096, sparsity_config=block
         ... )  # doctest: +SKIP
     """
+    check_tokens("max_position", max_position)
     with _new_folder(out) as folder:
         source = _folder_of(model)
         dense, tokenizer = _load(source)
