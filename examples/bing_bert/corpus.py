@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ds_sparse.tools.extras import optional_imports
 
@@ -280,9 +281,8 @@ def _dataset(name: str, text_column: str | None, scratch: Path | None) -> Iterat
     """
     if near := difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.7):
         raise ValueError(f"There is no corpus {name!r}; did you mean {near[0]!r}? {ACCEPTED}.")
-    with optional_imports():
-        import datasets
-        import huggingface_hub
+    datasets = _datasets(name)
+    import huggingface_hub  # which datasets brings
 
     path, _, configuration = name.partition(":")
     if not datasets.config.HF_HUB_OFFLINE:  # else `load_dataset` finds what an earlier run has kept
@@ -301,13 +301,21 @@ def _dataset(name: str, text_column: str | None, scratch: Path | None) -> Iterat
     yield from _rows(name, text_column, path, configuration or None)
 
 
+def _datasets(name: str) -> Any:
+    try:
+        with optional_imports():
+            import datasets
+    except ImportError as error:
+        raise ValueError(f"{name}: neither a built-in corpus nor a file of plain text here. {error}") from error
+    return datasets
+
+
 def _rows(name: str, text_column: str | None, *args: object, **kwargs: object) -> Iterator[Document]:
     """The text column of the split `train` of `datasets.load_dataset`; a missing text counts as an empty document.
 
     Documents get numbers behind `name`. Every failure is a sentence that names the corpus.
     """
-    with optional_imports():
-        import datasets
+    datasets = _datasets(name)
     datasets.disable_progress_bars()
     try:
         splits = datasets.load_dataset(*args, **kwargs)

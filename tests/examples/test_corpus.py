@@ -1,6 +1,7 @@
 """Documents of the examples: where they come from, and which are held out."""
 
 import os
+import sys
 from itertools import pairwise
 
 import datasets
@@ -93,6 +94,15 @@ def test_a_wrong_name_is_one_sentence_and_at_most_one_question(monkeypatch, tmp_
     with pytest.raises(ValueError, match=said):
         load_corpus(name)
     assert len(asked) == questions
+
+
+@pytest.mark.parametrize("name", ["my_tests", "one.parquet"])
+def test_without_datasets_it_is_a_sentence(monkeypatch, tmp_path, name):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"neither a built-in corpus .* here\. .* pip install 'ds_sparse\[train\]'"):
+        load_corpus(name)
 
 
 WRONG_FILES = {
