@@ -326,14 +326,14 @@ def _is_native(call: AttentionCall) -> bool:
 
 def _decoded(call: AttentionCall, bits: Tensor | None, block: int, offset: Offset) -> tuple[Tensor, Tensor]:
     """Few queries by the native operator, on the layout of these bits, or on all keys."""
-    query, key, value, scale, causal, keep, *_, sinks, _ = call
-    if keep is not None and keep.shape[1] != key.shape[2]:
-        keep = keep.expand(-1, key.shape[2])
+    keep, sinks = call.key_padding_mask, call.sinks
+    if keep is not None and keep.shape[1] != call.key.shape[2]:
+        keep = keep.expand(-1, call.key.shape[2])
     if sinks is not None:
-        sinks = sinks.to(wide_dtype(query.dtype)).contiguous()
-    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+        sinks = sinks.to(wide_dtype(call.query.dtype)).contiguous()
+    operands = (x if x.stride(3) == 1 else x.contiguous() for x in call[:3])
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
-    return ops.decode_attention_forward(query, key, value, bits, block, offsets, offset, causal, keep, sinks, scale)
+    return ops.decode_attention_forward(*operands, bits, block, offsets, offset, call.causal, keep, sinks, call.scale)
 
 
 def _gathered(call: AttentionCall, offset: Offset, parts: Parts, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -259,7 +259,7 @@ def _attend(
     call: AttentionCall, selection: Selection, offset: int, offsets: Tensor | None, with_lse: bool
 ) -> tuple[Tensor, ...]:
     """The same of a selection that fits the call, whose queries begin at the offset, or the offsets."""
-    query, key, value, scale, causal, padding, *_, sinks, _ = call
+    query, key, value, padding, sinks = *call[:3], call.key_padding_mask, call.sinks
     head_dim, together = query.shape[3], heads_together(query.shape[1], key.shape[1], selection.heads)
     at_zero = offsets is None and offset == 0
     gathered = at_zero and gathers(query, together, selection.block, selection.columns, selection.most)
@@ -270,7 +270,7 @@ def _attend(
     key, value = (readable(x) for x in distinct_when_traced(key, value))
     query = readable(query).unflatten(1, (-1, together)).transpose(2, 3)
     sinks = None if sinks is None else sinks.unflatten(0, (-1, together))
-    numbers = scale, causal, offset, offsets, gathered
+    numbers = call.scale, call.causal, offset, offsets, gathered
     output, lse, _ = _SelectedAttention.apply(
         query, key, value, None, sinks, padding, None, None, selection, None, numbers
     )
