@@ -14,6 +14,9 @@ from ..picture import in_notebook
 from .cache import Refusal, is_capturing, keep_for_good
 from .transforms import made_outside, outside_transforms
 
+MOST_DRAWN = 2**26
+"""Pairs of tokens, of all heads together, that are drawn one by one."""
+
 
 class ReadyEvent:
     """Recorded on a CUDA stream behind the work that made an index; other streams queue behind it what they do with it.

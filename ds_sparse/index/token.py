@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from ..dispatch import tile_heights
 from ..layout import LayoutRows, to_token_mask
 from .block import BlockIndex, check_block
-from .on_device import OnDevice
+from .on_device import MOST_DRAWN, OnDevice
 from .packed import Documents, check_document_layout
 from .token_forms import (
     Nested,
@@ -36,9 +36,6 @@ from .token_tiles import BLOCK, TokenTiles
 from .transforms import made_outside, outside_transforms
 
 _PREPARED = "pass index.prepared(), on the device of the operands."
-
-MOST_DRAWN = 2**26
-"""Pairs of a mask, of all lists together, that is made to be drawn."""
 
 
 @dataclass(frozen=True, eq=False)

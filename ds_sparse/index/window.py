@@ -18,7 +18,7 @@ from ..tools.memory import refuse_too_large
 from ..tools.wording import listed
 from .block import BlockIndex
 from .cache import is_in_graph, refuse_traced
-from .on_device import OnDevice
+from .on_device import MOST_DRAWN, OnDevice
 from .packed import Borders, Documents, index_of_square, most_live, sent_to
 from .transforms import least_of, outside_transforms_or_traced, while_traced
 from .window_sizes import Numbers, global_numbers, of_heads
@@ -178,7 +178,10 @@ class WindowIndex(OnDevice):
         return f"WindowIndex({', '.join(parts)}, blocks of {self.blocks.block}, {self.device})"
 
     def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
-        """The pairs of tokens in the sequence's order; waits for the device."""
+        """The pairs of tokens in the sequence's order, or where there are many, and it is the kernels' too, the blocks
+        that hold them; waits for the device."""
+        if self.inverse is None and len(self.limits) * self.tokens**2 > MOST_DRAWN:
+            return self.blocks.rows_to_draw()
         limits, places = self.ready().limits.cpu(), torch.arange(self.tokens)
         inverse = places[None] if self.inverse is None else self.inverse.cpu()
 

@@ -63,6 +63,11 @@ def test_a_window_is_drawn_in_the_order_of_the_sequence(causal):
     assert torch.equal(image.bool(), wanted & (apart >= 0) if causal else wanted)
 
 
+def test_of_a_long_window_the_blocks_are_drawn():
+    rows, block = ds_sparse.WindowIndex.build(2**14, 64).rows_to_draw()
+    assert block > 1 and rows.density() < 3 * 64 / 2**14
+
+
 def test_other_indices_are_drawn_as_what_they_hold():
     layout = torch.rand(3, 5, 5) < 0.5
     index = ds_sparse.BlockIndex.build(layout, 16)
