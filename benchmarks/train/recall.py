@@ -17,7 +17,7 @@ from ds_sparse.modules.self_attention import SparseSelfAttention
 
 from . import chosen
 from .models import Neighbours, attention_of, short_of
-from .recall_texts import FIRST_NAME, VALUES, Sequences, renamed, sequences
+from .recall_texts import FIRST_NAME, VALUES, Sequences, doublings, renamed, sequences
 from .results import CAUSAL, DENSE, MODELS, Answered, Case
 from .tasks import IGNORED, Batch, TokenTask, log_frequencies
 from .trainer import Phase, Task
@@ -86,11 +86,7 @@ def require(case: Case) -> None:
 
 def lengths_of(case: Case, longest: int) -> list[int]:
     """Tokens of the sequences that an arm is trained on: powers of two."""
-    return [length for length in powers(short_of(case), case.document_tokens) if length <= longest] or [longest]
-
-
-def powers(first: int, last: int) -> list[int]:
-    return [first << number for number in range((last // first).bit_length())]
+    return [length for length in doublings(short_of(case), case.document_tokens) if length <= longest] or [longest]
 
 
 def names_of(case: Case) -> int:

@@ -35,9 +35,14 @@ PASSKEY = 0
 """The number of hops that stands for the passkey; others are the names from a question to its value."""
 
 
+def doublings(first: int, last: int) -> list[int]:
+    """A number, twice that, and so on up to another."""
+    return [first << number for number in range((last // first).bit_length())]
+
+
 def distances_of(length: int) -> list[int]:
     """The least distance of each bucket in a sequence."""
-    return [FIRST_DISTANCE << number for number in range((length // FIRST_DISTANCE - 1).bit_length())]
+    return doublings(FIRST_DISTANCE, length - 1)
 
 
 @dataclass(frozen=True)
