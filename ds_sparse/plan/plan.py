@@ -49,6 +49,7 @@ class Layers:
         waste: part of what is computed that no live block has.
         milliseconds, dense_milliseconds: of attention in one layer.
         reach: what tokens can find; None: every key.
+        takes_structure: they have no window of the model's own, which no entry of "layers" changes.
     """
 
     layers: str
@@ -61,10 +62,12 @@ class Layers:
     milliseconds: float
     dense_milliseconds: float
     reach: Reach | None
+    takes_structure: bool
 
     @property
     def is_faster_dense(self) -> bool:
-        return self.milliseconds > self.dense_milliseconds
+        """Tells if null in "layers" makes them faster."""
+        return self.takes_structure and self.milliseconds > self.dense_milliseconds
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Plan:
     dense_attention_flops: the same where all is dense.
     longest: tokens of the longest sequence that fits; None: the memory is not known.
     memory_gib: of the GPU.
-    null_step: with null for those layers alone that are faster dense; None where there are none, or all are.
+    null_step: with null for those layers alone that it makes faster; None where there are none, or all are.
     advice: the parallelism to take; None where nothing fits, or the memory is not known.
     odd_vocabulary: milliseconds that a vocabulary of an odd size costs in a step.
     lengths: ascending, to the length of the plan.
@@ -267,4 +270,5 @@ def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Se
     parts = (walked.density, walked.computed, walked.loaded, walked.waste) if walked else (1.0, 1.0, 1.0, 0.0)
     layout = layout_of(kind, model, seq_len)
     reach = None if layout is None else reach_of(layout, kind.block)
-    return Layers(layers_in_words(kind.layers), kind.in_words(), len(kind.layers), *parts, sparse, dense, reach)
+    of_kind = layers_in_words(kind.layers), kind.in_words(), len(kind.layers)
+    return Layers(*of_kind, *parts, sparse, dense, reach, kind.window is None)

@@ -53,6 +53,16 @@ def test_layers_that_are_faster_dense_are_an_alternative_of_their_own(planned, r
     assert f'best alternative: null in "layers" for 0-5: {speed}' in [*lines_of(plan)][1]
 
 
+def test_null_is_no_alternative_for_windows_of_the_models_own(rates):
+    quick = replace(rates, dense={way: [c / 32 for c in coefficients] for way, coefficients in rates.dense.items()})
+    model = NAMED["modernbert-base"]
+    plan = make_plan({"mode": "dense", "block": 16}, "ds.json", model, SETTINGS, quick, 8192)
+    own = next(of for of in plan.layers if of.attention.startswith("own window"))
+    assert own.milliseconds > own.dense_milliseconds
+    told = "\n".join(lines_of(plan, details=True))
+    assert told.count('give them null in "layers"') == 1 and f"layers {own.layers}: dense" not in told
+
+
 def test_windows_over_ranks_are_counted_by_the_keys_that_these_send_each_other(planned):
     by_heads, by_keys = planned(gpus=4, ranks=4), planned(gpus=4, ranks=4, dropout=0)
     # The rank of the global row gets a block of keys and values of its neighbour, and outputs in fp32 of three ranks.
