@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import product
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from ..tools.arguments import positive
+from ..tools.arguments import UsageError, positive
+from ..tools.files import add_force, require_writable
+from ..tools.terminal import wrong
 from . import command_of
 from .machine import DTYPES
 from .registry import operation as entry
@@ -33,11 +32,12 @@ def measure(operation: str, arguments: list[str]) -> int:
     """Runs `ds_sparse bench OPERATION ARGUMENTS` and returns its exit status."""
     args = parse(operation, arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda: torch finds no CUDA GPU; leave it out to measure the CPU.", file=sys.stderr)
-        return 1
-    if args.json is not None and (wrong := unwritable(args.json)):
-        print(f"--json {args.json}: {wrong}", file=sys.stderr)
-        return 1
+        return wrong("--device cuda: torch finds no CUDA GPU; leave it out to measure the CPU.")
+    if args.json is not None:
+        try:
+            require_writable(args.json, args.force)
+        except ValueError as error:
+            return wrong(error)
     return entry(operation).measure(args, torch.device(args.device))
 
 
@@ -73,18 +73,6 @@ def parse(operation: str, arguments: list[str], is_recorded: bool = False) -> ar
     return args
 
 
-def unwritable(path: str) -> str:
-    """Says why no file can be written there; empty if one can."""
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        return f"there is no folder {Path(path).parent}; make it first."
-    if Path(path).is_dir():
-        return f"is a folder; name a file to write, such as {Path(path) / 'rows.json'}."
-    if not os.access(path if Path(path).exists() else folder, os.W_OK):
-        return "cannot be written: permission denied."
-    return ""
-
-
 def add_shared(
     parser: argparse.ArgumentParser, dtypes: Mapping[str, list[str]], seconds: Mapping[str, int] = SECONDS
 ) -> None:
@@ -99,6 +87,7 @@ def add_device_and_json(parser: argparse.ArgumentParser) -> None:
     """Adds the options that all operations have."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
+    add_force(parser)
 
 
 def add_by_device(
@@ -154,17 +143,17 @@ def cases_of(
     `small`.
 
     Raises:
-        ValueError: a pattern that no case matches; fp32 on a GPU, which what is `whose` of them does not have.
+        UsageError: a pattern that no case matches; fp32 on a GPU, which what is `whose` of them does not have.
     """
     if args.device == "cuda" and "fp32" in args.dtype:
-        raise ValueError(f"--dtype fp32: on a GPU the {whose} are those of bf16 and fp16.")
+        raise UsageError(f"--dtype fp32: on a GPU the {whose} are those of bf16 and fp16.")
     found: dict[str, set[str]] = {pattern: set() for pattern in args.cases}
     for case, pattern in product(grid, args.cases):
         if fnmatch(case.name, pattern) or fnmatch(case.small().name, pattern):
             found[pattern].add(case.name)
     for pattern, names in found.items():
         if not names:
-            raise ValueError(f"--cases {pattern}: none of {', '.join(case.name for case in grid)}.")
+            raise UsageError(f"--cases {pattern}: none of {', '.join(case.name for case in grid)}.")
     chosen = [case for case in grid if any(case.name in names for names in found.values())]
     if args.device == "cpu":
         # Cases that differ in what was cut away are one.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tools.terminal import Terminal
+from ..tools.terminal import Terminal, wrong
 from .command import SECONDS, add_shared
 from .floors import Ceilings
 from .machine import DIRECTIONS, DTYPES, conditions, in_turns, time_of, versions
@@ -101,8 +101,7 @@ class Operation:
         try:
             cases, names = self.cases(args), self.names(args)
         except ValueError as error:
-            print(error, file=sys.stderr)
-            return 1
+            return wrong(error)
         if getattr(args, "quick", False):
             args.repeats = min(args.repeats, FEW)
         dtypes = args.dtype if self.rates and device.type == "cuda" else ()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from ..tools.files import add_force
 from . import command_of
 from .floors import Ceilings
 
@@ -169,9 +170,10 @@ def read(path: str) -> Run:
 
 
 def without_json(arguments: list[str]) -> list[str]:
-    """All but `--json` and its file, which do not matter to what is measured."""
+    """All but `--json` with its file and `--force`, which do not matter to what is measured."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--json")
+    add_force(parser)
     return parser.parse_known_args(arguments)[1]
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..sparsity import ChosenSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
-from ..tools.arguments import positive
+from ..tools.arguments import UsageError, positive
 from ..tools.block_sizes import rounded_up
+from ..tools.files import add_force, require_writable
 from ..tools.terminal import Terminal, width, wrong
 from ..tools.wording import listed
 
@@ -41,11 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "their own, a picture for each, named after the layers. Or a page for a browser, .html, of any files: to zoom "
         "into, to compare, with the tiles that kernels walk",
     )
+    add_force(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from ..config import ANY_NUM_HEADS
-    from ..drawing import PAGES, PICTURES, require_writable
+    from ..drawing import PAGES, PICTURES, require_drawable
 
     of_model = args.model is not None
     if of_model != (args.text is not None) or not (of_model or args.files):
@@ -60,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         is_page = args.out is not None and args.out.lower().endswith(PAGES)
         if args.out is not None:
-            require_writable(args.out, PICTURES if of_model else (*PICTURES, *PAGES))
+            require_drawable(args.out, PICTURES if of_model else (*PICTURES, *PAGES), args.force)
         if len(args.files) > 1 and (of_model or (args.out is not None and not is_page)):
-            raise ValueError(f"{args.out or args.model}: a picture is of one file; a page, .html, has several.")
+            raise UsageError(f"{args.out or args.model}: a picture is of one file; a page, .html, has several.")
         read = {} if of_model else {file: _read(args, file) for file in args.files}
         sheets = [sheet for file in read for sheet in _sheets(args, file, read[file])]
         sheets += _chosen(args) if of_model else []
@@ -102,7 +104,7 @@ def _chosen(args: argparse.Namespace) -> Iterator[Sheet]:
     with quiet():
         choices = choices_of(args.model, text, args.seq, block)
     if args.layer is not None and args.layer not in choices:
-        raise ValueError(f"--layer {args.layer}: layers that choose are {listed(choices, 'and')}.")
+        raise UsageError(f"--layer {args.layer}: layers that choose are {listed(choices, 'and')}.")
     for number, choice in choices.items():
         _check_head(args, choice.heads)
         if args.layer in (None, number):
@@ -113,7 +115,7 @@ def _chosen(args: argparse.Namespace) -> Iterator[Sheet]:
 def _check_head(args: argparse.Namespace, heads: int) -> None:
     if args.head is not None and args.head >= heads:
         more = "" if args.model is not None else "; --heads says how many the model has"
-        raise ValueError(f"--head {args.head}: there are {heads} heads, from 0 to {heads - 1}{more}.")
+        raise UsageError(f"--head {args.head}: there are {heads} heads, from 0 to {heads - 1}{more}.")
 
 
 def _read(args: argparse.Namespace, file: str) -> LayerStructures:
@@ -183,8 +185,10 @@ def _mode(sheet: Sheet) -> str:
 def _save_pictures(args: argparse.Namespace, sheets: list[Sheet]) -> None:
     from ..drawing import save_drawing
 
-    for sheet in sheets:
-        out = _named(args.out, sheet.name)
+    outs = [_named(args.out, sheet.name) for sheet in sheets]
+    for out in outs:
+        require_writable(out, args.force)
+    for sheet, out in zip(sheets, outs, strict=True):
         title = ", ".join(filter(None, [os.path.basename(sheet.file), sheet.name, _mode(sheet).strip()]))
         save_drawing(sheet.rows, sheet.block, out, title, args.head)
         print(f"{sheet.file}: drawn to {out}.")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from ..config import BLOCK_KEY, DEFAULT_MODE, STRUCTURE_ERRORS, example_block, p
 from ..sparsity import sparsity_modes
 from ..tools.arguments import positive, positive_number
 from ..tools.block_sizes import rounded_up
+from ..tools.files import add_force, require_writable
 from ..tools.terminal import wrong
 from ..tools.wording import did_you_mean, one_of, printable, show
 from .modes import read_mode
@@ -55,13 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="without comments, which Transformers' Trainer and accelerate do not read",
     )
-    parser.add_argument("--force", action="store_true", help="overwrite a file that exists")
+    add_force(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
         if args.file != "-":
-            _require_writable(args.file, args.force)
+            require_writable(args.file, args.force)
+    except ValueError as error:
+        return wrong(error)
+    try:
         given = _given(args)
         block = example_block(args.mode, given, num_heads=args.heads, seq_len=args.seq, source="ds_sparse new")
         structure = parse_sparse_attention(block, args.heads, whole=False)
@@ -81,19 +84,9 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         return wrong(f"{printable(args.file)}: cannot be written: {error.strerror or error}.")
     except STRUCTURE_ERRORS as error:
-        return wrong(error)
+        return wrong(error, 2)  # no file is read, so an option is wrong
     print(f"{printable(args.file)}: {said}.")
     return 0
-
-
-def _require_writable(path: str, force: bool) -> None:
-    """Raises ValueError where the file would not be written, before anything is computed for it."""
-    if os.path.isdir(path):
-        raise ValueError(f"{printable(path)} cannot be written: it is a folder.")
-    if os.path.lexists(path) and not force:
-        raise ValueError(
-            f"{printable(path)} is there already, and stays as it is. Choose another name, or add --force."
-        )
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..tools.arguments import positive
+from ..tools.arguments import chance, positive, positive_number
 from ..tools.terminal import Terminal, wrong
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=positive, help="all of them (default: as many as share a sequence, by sequence_parallel_size)"
     )
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="(default: the JSON's)")
-    parser.add_argument("--dropout", type=float, help="of the model, in attention too (default: the model's)")
+    parser.add_argument("--dropout", type=chance, help="of the model, in attention too (default: the model's)")
     parser.add_argument(
         "--checkpoint-activations",
         action=argparse.BooleanOptionalAction,
         help="layers are computed again in the backward pass (default: if the JSON has activation_checkpointing)",
     )
     parser.add_argument("--document-tokens", type=positive, metavar="N", help="mean tokens of a sequence that are text")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="of the GPU (default: what it has)")
+    parser.add_argument("--memory", type=positive_number, metavar="GIB", help="of the GPU (default: what it has)")
     whose = parser.add_mutually_exclusive_group()
     whose.add_argument(
         "--on",
@@ -107,10 +107,6 @@ def _made(args: argparse.Namespace, notices: list[str]) -> Plan:
     from ..plan.rates import MEMORY_GIB, committed_rates
     from ..plan.settings import read_settings
 
-    if args.dropout is not None and not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout {args.dropout:g}: wanted a number from 0 to below 1.")
-    if args.memory is not None and not args.memory > 0:
-        raise ValueError(f"--memory {args.memory:g}: wanted GiB above 0.")
     model = find_model(args.model, args.model_type, dropout=args.dropout, attention_dropout=args.dropout)
     deepspeed, block = load_config(args.file)
     settings = read_settings(deepspeed, args.file, args.micro_batch, args.gpus, args.dtype, args.checkpoint_activations)

@@ -2,7 +2,7 @@
 be drawn."""
 
 from .page import PAGES, Sheet, page_text, save_page
-from .pictures import PICTURES, draw, require_writable, save_drawing, takes_ascii_only
+from .pictures import PICTURES, draw, require_drawable, save_drawing, takes_ascii_only
 
 __all__ = [
     "PAGES",
@@ -10,7 +10,7 @@ __all__ = [
     "Sheet",
     "draw",
     "page_text",
-    "require_writable",
+    "require_drawable",
     "save_drawing",
     "save_page",
     "takes_ascii_only",

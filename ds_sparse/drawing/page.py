@@ -20,7 +20,7 @@ from ..layout import LayoutRows
 from ..picture import head_name
 from ..tools.random_numbers import random_numbers_kept
 from .changes import Changes
-from .pictures import require_writable, writing
+from .pictures import require_drawable, writing
 from .walk import LARGEST, walks
 
 PAGES = (".html",)
@@ -67,7 +67,7 @@ def save_page(sheets: Sequence[Sheet], path: str | os.PathLike[str], title: str,
     Raises:
         ValueError: another ending, or a path that no file can be written to; layouts of too many runs of live blocks.
     """
-    require_writable(path, PAGES)
+    require_drawable(path, PAGES)
     text = page_text(sheets, title, notes)
     with writing(path), open(path, "w", encoding="utf-8") as file:
         file.write(text)

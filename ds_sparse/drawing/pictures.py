@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ..layout import LayoutRows
 from ..picture import CELLS, Drawable, Panel, cell_of, head_name, html_of, panels_of
+from ..tools.arguments import UsageError
 from ..tools.extras import optional_imports
+from ..tools.files import require_writable
 from ..tools.wording import listed
 
 if TYPE_CHECKING:
@@ -140,7 +142,7 @@ def save_drawing(
         ValueError: another ending, or a path that no file can be written to.
         ImportError: matplotlib is not installed.
     """
-    require_writable(path, PICTURES)
+    require_drawable(path, PICTURES)
     with optional_imports():
         import matplotlib
 
@@ -151,18 +153,13 @@ def save_drawing(
         figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if svg else None)
 
 
-def require_writable(path: str | os.PathLike[str], endings: Sequence[str]) -> None:
-    """Raises ValueError where the path has none of these endings, or no file can be written to it."""
+def require_drawable(path: str | os.PathLike[str], endings: Sequence[str], force: bool = True) -> None:
+    """Raises ValueError where the path has none of these endings, or, as `require_writable`, where no file can be
+    written to it."""
     name = os.fspath(path)
-    folder = os.path.dirname(name) or "."
     if os.path.splitext(name)[1].lower() not in endings:
-        raise ValueError(f"A layout is drawn as {listed(endings, 'or')}, got {name!r}.")
-    if not os.path.isdir(folder):
-        raise ValueError(f"{name} cannot be written: there is no folder {folder}. Make it first.")
-    if os.path.isdir(name):
-        raise ValueError(f"{name} cannot be written: it is a folder.")
-    if not os.access(name if os.path.exists(name) else folder, os.W_OK):
-        raise ValueError(f"{name} cannot be written: permission denied.")
+        raise UsageError(f"A layout is drawn as {listed(endings, 'or')}, got {name!r}.")
+    require_writable(path, force)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..tools.arguments import UsageError
 from ..tools.wording import listed, reason, show
 
 
@@ -145,7 +146,7 @@ def _from_file(path: str, model_type: str | None) -> Model:
     try:
         content = json.loads((file / "config.json" if file.is_dir() else file).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(
+        raise UsageError(
             f"--model {path}: no such file, and not one of {listed(NAMED, 'or')}; give one of these, or a config.json."
         ) from None
     except (OSError, ValueError) as error:

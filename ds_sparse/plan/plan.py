@@ -8,6 +8,7 @@ from typing import Any
 
 from ..sequence.deal import check_ranks
 from ..sparsity import ChosenSparsityConfig
+from ..tools.arguments import UsageError
 from ..tools.wording import listed
 from .advice import Advice, advise
 from .layers import (
@@ -177,7 +178,7 @@ def make_plan(
             f'does not cut sequences; add one, of mode "dense" for dense attention, or leave {RANKS} out.'
         )
     if document_tokens is not None and document_tokens > seq_len:
-        raise ValueError(f"--document-tokens {document_tokens} is more than --seq {seq_len}; give their mean length.")
+        raise UsageError(f"--document-tokens {document_tokens} is more than --seq {seq_len}; give their mean length.")
     kinds = kinds_of(block, model, source)
     padded = in_whole_blocks(kinds, seq_len)
     _refuse_chosen(source, kinds, model, settings, padded)

@@ -10,14 +10,17 @@ from contextlib import contextmanager
 from threading import Timer
 from typing import Any
 
+from .arguments import UsageError
+
 BAR_AFTER = 2.0
 """Seconds that work takes before a bar is shown."""
 
 
 def wrong(sentence: object, status: int = 1) -> int:
-    """Prints a sentence, or an error's, to standard error, in red where a person reads it. Returns the exit status."""
+    """Prints a sentence, or an error's, to standard error, in red where a person reads it. Returns the exit status: 2
+    for a `UsageError`."""
     Terminal(error=True).line(str(sentence), "red")
-    return status
+    return 2 if isinstance(sentence, UsageError) else status
 
 
 class Terminal:

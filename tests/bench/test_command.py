@@ -50,9 +50,16 @@ def test_a_wrong_value_is_a_sentence(capsys, line, sentence):
     assert stopped.value.code == 2 and not printed.out and sentence in printed.err
 
 
+def test_results_that_are_there_are_not_overwritten(capsys, tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text("measured for hours")
+    assert main(["bench", "window", "--json", str(file)]) == 1
+    assert f"{file} is there already" in capsys.readouterr().err and file.read_text() == "measured for hours"
+
+
 @pytest.mark.parametrize(
     ("name", "first"), [("attention", "fixed-16"), ("packed", "bigbird-2048"), ("selected", "msa-32k")]
 )
 def test_a_case_that_is_not_there_is_a_sentence(capsys, name, first):
-    assert main(["bench", name, "--cases", "nothing-*"]) == 1
+    assert main(["bench", name, "--cases", "nothing-*"]) == 2
     assert f"--cases nothing-*: none of {first}, " in capsys.readouterr().err

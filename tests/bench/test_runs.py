@@ -42,7 +42,7 @@ def test_the_heading_has_the_command_the_conditions_and_the_rates(run):
     ]
 
 
-@pytest.mark.parametrize("written", [["--json", "a.json"], ["--json=a.json"], ["--js", "a.json"]])
+@pytest.mark.parametrize("written", [["--json", "a.json"], ["--json=a.json"], ["--js", "a.json", "--force"]])
 def test_the_file_is_no_part_of_the_command(written):
     assert runs.without_json(["--cases", "*", *written, "--growth"]) == ["--cases", "*", "--growth"]
 

@@ -62,6 +62,17 @@ def test_there_is_a_picture_of_every_structure_that_layers_have(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == names
 
 
+@pytest.mark.parametrize(("name", "there"), [("a.svg", "a.svg"), ("a.svg", "a.layers-2.svg"), ("a.html", "a.html")])
+def test_a_file_that_exists_is_overwritten_only_when_asked_to(tmp_path, capsys, name, there):
+    file, kept = tmp_path / "ds.json", tmp_path / there
+    file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
+    kept.write_text("mine")
+    words = ["draw", str(file), "--seq", "128", "--out", str(tmp_path / name)]
+    assert main(words) == 1 and f"{kept} is there already" in capsys.readouterr().err
+    assert kept.read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+    assert main([*words, "--force"]) == 0
+
+
 def test_a_page_has_every_structure_of_every_file(tmp_path, capsys):
     file, out = tmp_path / "ds.json", tmp_path / "layout.html"
     file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
@@ -151,9 +162,9 @@ def test_a_checkpoint_that_has_learned_to_choose_needs_no_file(checkpoints, caps
         (["--model", "dense", *OF_TEXT], 1, "dense: its config has no sparse_attention; give a file with mode moba"),
         (["--model", "indexer", "--text", "no.txt"], 1, "no.txt cannot be read: No such file"),
         (["--model", "indexer", "--text", "latin.txt"], 1, "latin.txt cannot be read: it is no text in UTF-8."),
-        (["--model", "indexer", *OF_TEXT, "--layer", "3"], 1, "--layer 3: layers that choose are 0, 1 and 2."),
-        (["--model", "indexer", *OF_TEXT, "--head", "4"], 1, "--head 4: there are 4 heads, from 0 to 3."),
-        (["--model", "indexer", *OF_TEXT, "--out", "x.html"], 1, "A layout is drawn as .png or .svg, got 'x.html'."),
+        (["--model", "indexer", *OF_TEXT, "--layer", "3"], 2, "--layer 3: layers that choose are 0, 1 and 2."),
+        (["--model", "indexer", *OF_TEXT, "--head", "4"], 2, "--head 4: there are 4 heads, from 0 to 3."),
+        (["--model", "indexer", *OF_TEXT, "--out", "x.html"], 2, "A layout is drawn as .png or .svg, got 'x.html'."),
         (["--model", "indxer", *OF_TEXT], 1, "indxer: no such folder"),
     ],
 )

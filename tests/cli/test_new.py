@@ -76,7 +76,7 @@ def test_a_file_that_exists_is_overwritten_only_when_asked_to(new):
 
 
 def test_what_is_wrong_is_a_sentence_and_nothing_is_written(tmp_path, capsys):
-    assert main(["new", str(tmp_path / "ds.json"), "--mode", "bigbrid"]) == 1
+    assert main(["new", str(tmp_path / "ds.json"), "--mode", "bigbrid"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and 'Did you mean "bigbird"?' in err
     assert not list(tmp_path.iterdir())

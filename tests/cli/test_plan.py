@@ -85,6 +85,9 @@ def test_rates_come_from_files_of_bench(capsys):
 
 def test_what_is_wrong_is_said_before_anything_is_measured(capsys, gpu, measured):
     gpu("NVIDIA B200")
-    for wrong in (["--dtype", "fp32"], ["--document-tokens", "9000"], ["--memory", "-1"]):
-        assert main([*WORDS, *wrong]) == 1
+    for status, wrong in [(1, ["--dtype", "fp32"]), (2, ["--document-tokens", "9000"]), (2, ["--model", "bart"])]:
+        assert main([*WORDS, *wrong]) == status
+    for wrong in (["--memory", "-1"], ["--dropout", "1.5"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*WORDS, *wrong])
     assert measured == [] and "rates of NVIDIA B200 are of bf16; turn on bf16" in capsys.readouterr().err
