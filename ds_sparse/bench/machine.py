@@ -15,6 +15,7 @@ import torch
 
 from ..tools.hardware import FOR_16_BITS, driver, features, processor
 from ..tools.terminal import Terminal
+from ..tools.wording import counted
 
 Key = TypeVar("Key", bound=Hashable)
 Kind = TypeVar("Kind")
@@ -158,7 +159,7 @@ def conditions(device: torch.device) -> dict[str, str]:
             torch.backends.cpu.get_cpu_capability(),
             *(name for name in features() if name in FOR_16_BITS),
         ]
-        described = {"machine": ", ".join([*parts, f"{torch.get_num_threads()} threads"])}
+        described = {"machine": ", ".join([*parts, counted(torch.get_num_threads(), "thread")])}
     date = datetime.now(UTC).date().isoformat()
     return described | {"torch": torch.__version__, "commit": commit(), "date": date}
 

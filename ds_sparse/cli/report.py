@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ..tools.terminal import Terminal
-from ..tools.wording import listed
+from ..tools.wording import counted, listed
 
 if TYPE_CHECKING:
     from ._facts import Facts, Library
@@ -63,16 +63,12 @@ def _styled(facts: Facts, found: list[Problem]) -> Iterator[tuple[str, str]]:
         yield "no problem found", "green"
 
 
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
 def lines(facts: Facts) -> Iterator[str]:
     """The report but for problems; headings begin at the margin."""
     yield f"ds_sparse {facts.version}, Python {facts.python}, {facts.system}"
     yield "  " + ", ".join(f"{name} {version or 'not installed'}" for name, version in facts.packages.items())
     yield f"CPU: {facts.processor}"
-    counts = f"{_counted(facts.cores, 'core')}, {_counted(facts.threads, 'thread')}"
+    counts = f"{counted(facts.cores, 'core')}, {counted(facts.threads, 'thread')}"
     yield (
         f"  {counts}; kernels use {facts.instruction_set or 'nothing'}, of"
         + (f" {' '.join(facts.features)}" if facts.features else " unknown features")

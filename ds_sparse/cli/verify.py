@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..tools.arguments import positive
 from ..tools.terminal import Terminal, wrong
+from ..tools.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +94,9 @@ def _verify(args: argparse.Namespace, chosen: list[Variant], device: torch.devic
         print(json.dumps(done, indent=2))
     else:
         number = sum(family["variants"] for family in families.values())
-        terminal.line(f"{number} variants in {seconds} s: {_verdict(len(wrong))}", "red" if wrong else "green")
+        terminal.line(
+            f"{counted(number, 'variant')} in {seconds} s: {_verdict(len(wrong))}", "red" if wrong else "green"
+        )
     return 1 if wrong else 0
 
 
@@ -131,7 +134,9 @@ def _in_words(outcome: Outcome) -> dict[str, Any]:
 def _say(family: dict[str, Any], faults: list[dict[str, Any]], before: int, terminal: Terminal) -> None:
     verdict = f"WRONG: {family['wrong']} of " if faults else "right: "
     name = f"{family['operation']:<23} {family['implementation']:<9}"
-    terminal.line(f"{name} {verdict}{family['variants']} variants, {family['seconds']} s", "red" if faults else "")
+    terminal.line(
+        f"{name} {verdict}{counted(family['variants'], 'variant')}, {family['seconds']} s", "red" if faults else ""
+    )
     for fault in faults[: max(0, SHOWN - before)]:
         terminal.line(f"  {fault['variant']}, seed {fault['seed']}: {fault['what']}")
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..sparsity import SparsityConfig, sparsity_class, sparsity_modes
 from ..sparsity._fields import class_defaults, json_fields, value_of
 from ..sparsity.draws import Draws, draws
-from ..tools.wording import reason, show
+from ..tools.wording import counted, reason, show
 from .file import BLOCK_KEY, LAYERS_KEY, Source, SparseAttentionConfigError, check_is_object, name_of
 from .reading import DEFAULT_MODE, NONE, STRUCTURE_ERRORS, Choice, Reading
 
@@ -276,7 +276,7 @@ def layers_of(key: str) -> list[range]:
 def beyond(keys: Iterable[str], num_layers: int, model: str = "the model") -> list[str]:
     """A sentence for each key that names a layer which a model does not have."""
     last = {key: max(part[-1] for part in layers_of(key)) for key in keys}
-    count = f"{num_layers} attention layer{'s' if num_layers > 1 else ''}, 0 to {num_layers - 1}"
+    count = f"{counted(num_layers, 'attention layer')}, 0 to {num_layers - 1}"
     return [
         f"{show(key)}: names layer {layer}, and {model} has {count}."
         for key, layer in last.items()

@@ -36,6 +36,7 @@ from ..sparsity.declarations import DEFAULTS, declared_value
 from ..tools.extras import optional_imports
 from ..tools.notices import say_notices
 from ..tools.ranks import is_launched, say
+from ..tools.wording import counted
 from .cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
 from .deepspeed_sequence import autosp, parallelize, refuse, sequence_parallel_size
 from .flag import FLAG, is_on
@@ -281,8 +282,8 @@ def initialize_program(positional: tuple[Any, ...], keywords: dict[str, Any], *,
         say(f"sparse attention is on in {len(sparse)} of {len(sparse) + len(dense)} attention layers.")
     elif block is not None and sparse:
         say(
-            f"the sparse_attention block is off (no --{FLAG}); the {len(sparse)} layers that your script built sparse "
-            "stay sparse."
+            f"the sparse_attention block is off (no --{FLAG}); what your script built sparse stays sparse, "
+            f"{counted(len(sparse), 'layer')}."
         )
     elif block is not None:
         say(f"the JSON has a sparse_attention block and it is off: training is dense. Add --{FLAG} to switch it on.")
@@ -368,7 +369,9 @@ def _with_learned(model: nn.Module, given: Any, is_new: bool) -> Any:
     if is_new:
         groups[0]["params"] += missing
     elif missing:
-        say(f"{len(missing)} parameters of sparse attention are not given to the optimizer, and will not be trained.")
+        say(
+            f"not given to the optimizer, and so not trained: {counted(len(missing), 'parameter')} of sparse attention."
+        )
     return groups if in_groups else groups[0]["params"]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..modules.structured_attention import StructuredAttention
 from ..picture import in_notebook
+from ..tools.wording import counted
 
 NULL = 'null in "layers" of the block'
 """Why a layer stays dense."""
@@ -172,7 +173,7 @@ class SparsifyReport:
 
     def _heading(self, kind: Kind) -> str:
         count = len(kind.layers)
-        layers = f"{count} attention layer{'s' if count > 1 else ''}"
+        layers = counted(count, "attention layer")
         if not kind.sparse:
             return f"{layers} stay{'s' if count == 1 else ''} dense: {kind.what}"
         return f"{f'{layers} made sparse' if self._on else f'undone: {layers} dense again, no longer'}: {kind.what}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..layout import LayoutRows, RowMaker
 from ..ops.operands import kept
+from ..tools.wording import counted
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,9 @@ class Choice:
         for number in numbers.unique().tolist():
             of_block = keys[numbers == number]
             lines.append(f"  {of_block[0]} to {of_block[-1]}, block {number}: {self._why(number, own)}")
-        blocks = "1 block" if len(lines) == 1 else f"{len(lines)} blocks"
-        return "\n".join([f"Token {token}, head {head}, sees keys of {blocks}{':' if lines else '.'}", *lines])
+        return "\n".join(
+            [f"Token {token}, head {head}, sees keys of {counted(len(lines), 'block')}{':' if lines else '.'}", *lines]
+        )
 
     def _why(self, number: int, own: int) -> str:
         if self.first is None or self.local is None:

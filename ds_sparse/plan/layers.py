@@ -25,7 +25,7 @@ from ..sparsity import ChosenSparsityConfig, SparsityConfig
 from ..sparsity.declarations import declared_value
 from ..tools.block_sizes import rounded_up
 from ..tools.random_numbers import random_numbers_kept
-from ..tools.wording import in_ranges, reason
+from ..tools.wording import counted, in_ranges, reason
 from .model import Model
 from .settings import Settings
 
@@ -256,8 +256,8 @@ def layout_of(kind: Kind, model: Model, seq_len: int) -> Tensor | None:
     heads = structure.num_heads if structure.different_layout_per_head else 1
     if heads * blocks**2 > MOST_BLOCKS:
         raise ValueError(
-            f"{heads} layouts of {blocks:,} x {blocks:,} blocks are too large to be laid out for a plan; give a larger "
-            "block, one layout for all heads, or a shorter --seq."
+            f"{counted(heads, 'layout')} of {blocks:,} x {blocks:,} blocks would be too large to lay out for a plan; "
+            "give a larger block, one layout for all heads, or a shorter --seq."
         )
     tokens = blocks * structure.block
     try:

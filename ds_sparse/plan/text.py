@@ -9,7 +9,7 @@ from typing import Any
 
 from ..bench.machine import in_three_digits
 from ..bench.runs import WIDTH
-from ..tools.wording import listed
+from ..tools.wording import counted, listed
 from .limits import UNMEASURED
 from .memory import GIB, MOST_TOKENS
 from .plan import Plan
@@ -118,7 +118,7 @@ def _main_numbers(plan: Plan) -> Iterator[str]:
         yield _dense_is_faster(plan)
     unmeasured = sum(remark.startswith(UNMEASURED) for remark in plan.remarks)
     more = [f"time lost to {listed(wasted, 'and')}"] if (wasted := _wasted(plan)) else []
-    more += [f"{unmeasured} thing{'s' if unmeasured > 1 else ''} not measured"] if unmeasured else []
+    more += [f"{counted(unmeasured, 'thing')} not measured"] if unmeasured else []
     yield f"--details: {', '.join([*more, 'each layer', 'other lengths', 'assumptions'])}. --json: all numbers."
 
 
@@ -159,7 +159,7 @@ def _details(plan: Plan) -> Iterator[str]:
 
 
 def _gpus(settings: Settings) -> str:
-    return f"{settings.gpus} GPU{'s' if settings.gpus > 1 else ''}"
+    return counted(settings.gpus, "GPU")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _recall(plan: Plan) -> str:
         near, between = (max(numbers) for numbers in zip(*(of.reach for of in plan.layers if of.reach is not None)))
         found = f"what is up to {near:,} tokens away" if near else "what is in its block"
         if between >= 0.5:
-            found += f", and farther what {between:,.0f} block{'s' if between >= 1.5 else ''} in between can pass on"
+            found += f", and farther what {counted(round(between), 'block')} in between can pass on"
     return f"a token finds {found}"
 
 

@@ -58,6 +58,11 @@ def listed(items: Iterable[Any], word: str) -> str:
     return f"{', '.join(first)} {word} {last}" if first else last
 
 
+def counted(number: int, word: str) -> str:
+    """A number of things: of 1 and "thread" 1 thread, of 2 2 threads."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def in_ranges(numbers: Sequence[int], least: int = 3, between: str = ", ") -> str:
     """Sorted numbers, `least` and more in a row as a range: "0, 1, 4-7"."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]

@@ -12,6 +12,7 @@ from ds_sparse.plan.layers import in_whole_blocks, kinds_of, layers_in_words, li
 from ds_sparse.plan.memory import GIB, fits, memory_of
 from ds_sparse.plan.plan import make_plan
 from ds_sparse.plan.rates import committed_rates
+from ds_sparse.tools.wording import counted
 
 from device import DEVICE, device_name
 from report import end_in_words
@@ -36,7 +37,7 @@ def description(run: TrainingRun, model: nn.Module, position: Position) -> Itera
         yield f"layers {layers_in_words(kind.layers)}: {kind.in_words()}{density}"
     yield (
         f"a step has {batch} sequences, {batch * tokens:,} tokens, micro-batch {settings.micro_batch} x accumulation "
-        f"{settings.accumulation}, on {settings.gpus} rank{'s' if settings.gpus > 1 else ''}, "
+        f"{settings.accumulation}, on {counted(settings.gpus, 'rank')}, "
         f"ZeRO {settings.zero_stage}; an epoch has {sequences / batch:,.1f} steps"
     )
     yield from cost(run)
