@@ -26,7 +26,7 @@ COMMANDS = {
     "report": "say what serves this machine, why not something faster, and what to do about each problem",
     "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",
-    "verify": "hold every kernel of this machine to float64, forward and backward, and look for races",
+    "verify": "check every kernel of this machine against float64, forward and backward, and look for races",
 }
 """Subcommand to its line of help; the module of the same name is imported only when it is called."""
 

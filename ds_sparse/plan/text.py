@@ -199,10 +199,9 @@ def _layers(plan: Plan) -> Iterator[str]:
             f"{of.layers:{numbers}} {of.attention:{width}} {of.density:8.1%} {of.computed:9.1%} {of.loaded:8.1%} "
             f"{in_three_digits(of.milliseconds):>7} {in_three_digits(of.dense_milliseconds):>9}"
         )
-    yield (
-        "Parts of all scores: in live blocks, multiplied in tiles, in whole tiles, for which keys are loaded; what is "
-        "beyond the density is waste. ms: attention of one layer, forward and backward."
-    )
+    yield "density: share of all scores in live blocks; ms: attention of one layer, forward and backward"
+    yield "computed: share that tiles multiply; beyond the density it is waste"
+    yield "loaded: share in whole tiles, whose keys are loaded"
 
 
 def _recall(plan: Plan) -> str:
@@ -268,7 +267,7 @@ def _lengths(plan: Plan) -> Iterator[str]:
     at = ", ".join(f"{of.seq_len:,}: {of.dense / of.sparse:.2f}" for of in plan.lengths)
     shortest = plan.measured_tokens[0]
     unmeasured = f" (shorter than {shortest:,}: not measured)" if plan.lengths[0].seq_len < shortest else ""
-    yield f"with as many tokens in sequences of other lengths, dense over sparse: {at}{unmeasured}."
+    yield f"speed-up over dense at other lengths, same tokens per step: {at}{unmeasured}."
     if plan.dense_is_faster_to is not None and plan.gain >= 1:
         yield _dense_is_faster(plan)
     for of in plan.layers:
