@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +12,6 @@ from torch.nn.functional import pad
 from ds_sparse import record_choices
 from ds_sparse.bench.selected import NEIGHBOURS
 from ds_sparse.config import parse_sparse_attention
-from ds_sparse.modules import choices
 from ds_sparse.modules.choices import Choice
 
 from .models import require_arm
@@ -46,79 +42,58 @@ def require(case: Case, blocks: Blocks) -> None:
         parse_sparse_attention(block, heads, source=case.arm, seq_len=attention.length)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a layer's queries chose in a call, and by which operands.
+def of(choice: Choice, numbers: Tensor) -> Tensor:
+    """bool (..., blocks), of numbers of blocks (..., k): those that are there."""
+    blocks = -(-choice.keys // choice.block)
+    found = numbers.new_zeros(*numbers.shape[:-1], blocks + 1, dtype=torch.bool)
+    return found.scatter_(-1, numbers.where(numbers >= 0, blocks).long(), True)[..., :-1]
 
-    Attributes:
-        choice: of `record_choices`, for each query alone.
-        query, key: (B, H, T, D) and (B, Hkv, T, D).
+
+def together(choice: Choice) -> float:
+    """Different blocks that `NEIGHBOURS` tokens choose together, on average."""
+    whole = choice.tokens // NEIGHBOURS * NEIGHBOURS
+    of_neighbours = of(choice, choice.block_indices[:, :, :whole]).unflatten(2, (-1, NEIGHBOURS)).any(3)
+    return of_neighbours.sum(-1).double().mean().item()
+
+
+def mass(choice: Choice) -> tuple[float, float]:
+    """The part of dense attention, the mean of a chooser's heads, that falls on the chosen blocks, and the most that
+    falls on as many: means of `ROWS` queries, which see more blocks than they choose if any do.
+
+    Args:
+        choice: with its operands.
     """
-
-    choice: Choice
-    query: Tensor
-    key: Tensor
-
-    def of(self, numbers: Tensor) -> Tensor:
-        """bool (..., blocks), of numbers of blocks (..., k): those that are there."""
-        blocks = -(-self.choice.keys // self.choice.block)
-        found = numbers.new_zeros(*numbers.shape[:-1], blocks + 1, dtype=torch.bool)
-        return found.scatter_(-1, numbers.where(numbers >= 0, blocks).long(), True)[..., :-1]
-
-    def together(self) -> float:
-        """Different blocks that `NEIGHBOURS` tokens choose together, on average."""
-        whole = self.choice.tokens // NEIGHBOURS * NEIGHBOURS
-        of_neighbours = self.of(self.choice.block_indices[:, :, :whole]).unflatten(2, (-1, NEIGHBOURS)).any(3)
-        return of_neighbours.sum(-1).double().mean().item()
-
-    def mass(self) -> tuple[float, float]:
-        """The part of dense attention, the mean of a chooser's heads, that falls on the chosen blocks, and the most
-        that falls on as many: means of `ROWS` queries, which see more blocks than they choose if any do."""
-        choice, numbers = self.choice, self.choice.block_indices
-        tokens, chosen, block = choice.tokens, numbers.shape[-1], choice.block
-        first = min(chosen * block, tokens - 1) if choice.causal else 0
-        rows = torch.linspace(first, tokens - 1, ROWS, device=self.query.device).long()
-        group = self.query.shape[1] // self.key.shape[1]
-        query, key = self.query[:, :, rows].float(), self.key.float().repeat_interleave(group, 1)
-        with torch.autocast(query.device.type, enabled=False):
-            scores = query @ key.mT * self.query.shape[-1] ** -0.5
-        places = torch.arange(tokens, device=rows.device)
-        if choice.causal:
-            scores = scores.masked_fill(places > rows[:, None], -torch.inf)
-        if choice.key_padding_mask is not None:
-            scores = scores.masked_fill(~choice.key_padding_mask[:, None, None], -torch.inf)
-        of_keys = pad(scores.softmax(-1), (0, -tokens % block))
-        of_blocks = of_keys.unflatten(-1, (-1, block)).sum(-1)
-        of_blocks = of_blocks.unflatten(1, (numbers.shape[1], -1)).mean(2)
-        taken = (of_blocks * self.of(numbers[:, :, rows])).sum(-1)
-        most = of_blocks.topk(min(chosen, of_blocks.shape[-1])).values.sum(-1)
-        return taken.mean().item(), most.mean().item()
-
-
-@contextmanager
-def measured(model: nn.Module) -> Iterator[list[Measured]]:
-    """Keeps what each query of a model chooses, as `record_choices`, with the operands of the calls."""
-    found: list[Measured] = []
-
-    def keep(recorder: Any, numbers: Tensor, block: int, query: Tensor, key: Tensor, **about: Any) -> None:
-        note(recorder, numbers, block, query, key, **about)
-        choice = recorder.choices[recorder.running[-1]]
-        if choice.query_block == 1:
-            found.append(Measured(choice, query, key))
-
-    note = choices._Recorder.note
-    with patch.object(choices._Recorder, "note", keep), record_choices(model):
-        yield found
+    assert choice.query is not None and choice.key is not None
+    numbers, tokens, block = choice.block_indices, choice.tokens, choice.block
+    chosen, device = numbers.shape[-1], choice.query.device
+    first = min(chosen * block, tokens - 1) if choice.causal else 0
+    rows = torch.linspace(first, tokens - 1, ROWS, device=device).long()
+    group = choice.heads // choice.key.shape[1]
+    query, key = choice.query[:, :, rows].float(), choice.key.float().repeat_interleave(group, 1)
+    with torch.autocast(device.type, enabled=False):
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if choice.scale is None else choice.scale)
+    places = torch.arange(tokens, device=device)
+    if choice.causal:
+        scores = scores.masked_fill(places > rows[:, None], -torch.inf)
+    if choice.key_padding_mask is not None:
+        scores = scores.masked_fill(~choice.key_padding_mask[:, None, None], -torch.inf)
+    of_keys = pad(scores.softmax(-1), (0, -tokens % block))
+    of_blocks = of_keys.unflatten(-1, (-1, block)).sum(-1)
+    of_blocks = of_blocks.unflatten(1, (numbers.shape[1], -1)).mean(2)
+    taken = (of_blocks * of(choice, numbers[:, :, rows])).sum(-1)
+    most = of_blocks.topk(min(chosen, of_blocks.shape[-1])).values.sum(-1)
+    return taken.mean().item(), most.mean().item()
 
 
 def measures(model: nn.Module, **inputs: Any) -> dict[str, float]:
     """What tokens choose in a call, the mean of layers; nothing of a model whose tokens do not choose."""
-    with measured(model) as found:
+    with record_choices(model, keep_operands=True) as choices:
         model(**inputs)
+    found = [choice for choice in choices.values() if choice.query_block == 1]
     if not found:
         return {}
-    taken, most = (mean(of_layers) for of_layers in zip(*(one.mass() for one in found)))
-    return {"together": mean([one.together() for one in found]), "mass": taken, "most_mass": most}
+    taken, most = (mean(of_layers) for of_layers in zip(*map(mass, found)))
+    return {"together": mean(list(map(together, found))), "mass": taken, "most_mass": most}
 
 
 def mean(numbers: Sequence[float]) -> float:

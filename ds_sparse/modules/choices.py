@@ -30,7 +30,8 @@ class Choice:
         query_block: queries that chose together.
         first, local: blocks from the start, and up to a query's own, that were taken whatever they score; None where
             the model's own indexer chose.
-        causal, query_offset, cu_seqlens, key_padding_mask: as of `selected_attention`.
+        causal, scale, query_offset, cu_seqlens, key_padding_mask: as of `selected_attention`.
+        query, key: of the call, (B, H, T, D) and (B, Hkv, S, D), where `record_choices` keeps them.
 
     Examples:
         >>> import torch
@@ -61,6 +62,9 @@ class Choice:
     query_offset: int | Tensor = 0
     cu_seqlens: Tensor | None = None
     key_padding_mask: Tensor | None = None
+    scale: float | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
 
     def rows(self, sequence: int = 0) -> LayoutRows:
         """Which keys each query sees: a layout of blocks of 1 token, as `draw` and `save_drawing` take it.
@@ -143,7 +147,7 @@ class Choice:
 
 
 @contextmanager
-def record_choices(model: nn.Module) -> Iterator[dict[str, Choice]]:
+def record_choices(model: nn.Module, *, keep_operands: bool = False) -> Iterator[dict[str, Choice]]:
     """Keeps the blocks that the layers of a model choose, while it runs inside: of each layer those of its last call.
 
     It knows layers by a structure whose queries choose (modes "moba", "nsa", "indexer"), `NativeSparseAttention` and
@@ -152,6 +156,7 @@ def record_choices(model: nn.Module) -> Iterator[dict[str, Choice]]:
 
     Args:
         model: the model, or a part of it that is called.
+        keep_operands: whether each choice has the query and key of its call, which stay in memory as long as it.
 
     Yields:
         A dictionary, by the name of the module in the model that chose: the attention layer, or what learns in it, such
@@ -173,7 +178,7 @@ def record_choices(model: nn.Module) -> Iterator[dict[str, Choice]]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it has to be a torch.nn.Module.")
-    recorder = _Recorder()
+    recorder = _Recorder(keep_operands)
     with ExitStack() as stack:
         for name, module in model.named_modules():
             before = module.register_forward_pre_hook(partial(recorder.enter, name))
@@ -196,6 +201,7 @@ def note(block_indices: Tensor, block: int, query: Tensor, key: Tensor, **about:
 class _Recorder:
     """running: names of the modules that are in their forward, the innermost last."""
 
+    keep_operands: bool
     choices: dict[str, Choice] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
 
@@ -209,6 +215,8 @@ class _Recorder:
         if not self.running:  # of another model
             return
         sizes = *query.shape[:3], key.shape[2]
+        if self.keep_operands:
+            about |= {"query": query.detach(), "key": key.detach()}
         self.choices[self.running[-1]] = Choice(block_indices.detach(), block, *sizes, **about)
 
 

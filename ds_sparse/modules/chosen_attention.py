@@ -128,7 +128,7 @@ def chosen_attention(
         "cu_seqlens": cu_seqlens,
     }
     if not structure.adds_parameters:
-        chosen = _by_means(structure, query, key, **how)
+        chosen = _by_means(structure, query, key, scale, **how)
         return selected_attention(query, key, value, chosen, structure.block, scale=scale, sinks=sinks, **how)
     if learned is None:
         raise ValueError(
@@ -187,7 +187,7 @@ def _of_query_blocks(
     asking = query.detach()
     if padding is not None:  # queries of padding would count in the mean of their block
         asking = asking.masked_fill(~padding[:, None, :, None], 0)
-    chosen = _by_means(structure, asking, key, query_block=structure.block, key_padding_mask=padding)
+    chosen = _by_means(structure, asking, key, more["scale"], query_block=structure.block, key_padding_mask=padding)
     if query.is_meta or len(query) == 0:  # no index is made of numbers that are not there
         del more["dropout_p"]
         chosen = chosen.repeat_interleave(structure.block, 2)[:, :, : query.shape[2]]
@@ -196,12 +196,12 @@ def _of_query_blocks(
     return block_sparse_attention(query, key, value, index, key_padding_mask=padding, **more)
 
 
-def _by_means(structure: Any, query: Tensor, key: Tensor, **how: Any) -> Tensor:
+def _by_means(structure: Any, query: Tensor, key: Tensor, scale: float | None, **how: Any) -> Tensor:
     refuse_samples(type(structure).__name__, query, key)
     groups = key.shape[-3] if structure.chosen_by_group else None
     how |= {"first": structure.num_first_blocks, "local": _local(structure)}
     chosen = select_blocks(query, key, structure.block, structure.num_chosen_blocks, groups=groups, **how)
-    note(chosen, structure.block, query, key, **how)
+    note(chosen, structure.block, query, key, scale=scale, **how)
     return chosen
 
 

@@ -51,7 +51,7 @@ class ChosenBlocks:
         options: dict[str, Any] = {"causal": causal, "scale": scale, "sinks": sinks, "query_offset": query_offset or 0}
         operands = query, key, value, block_indices, self.block
         note(
-            block_indices, self.block, query, key, causal=causal, query_offset=query_offset or 0,
+            block_indices, self.block, query, key, causal=causal, scale=scale, query_offset=query_offset or 0,
             key_padding_mask=key_padding_mask,
         )  # fmt: skip
         if key_padding_mask is None or query.shape[2] == 1:

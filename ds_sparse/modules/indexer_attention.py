@@ -160,7 +160,10 @@ class IndexerAttention(LearnedChoice):
             index_query, index_key, self.block, self.k, score="max", first=self.first, local=self.local,
             query_offset=query_offset, **more,
         )  # fmt: skip
-        note(chosen, self.block, query, key, first=self.first, local=self.local, query_offset=query_offset, **more)
+        note(
+            chosen, self.block, query, key, first=self.first, local=self.local, scale=scale, query_offset=query_offset,
+            **more,
+        )  # fmt: skip
         (output,), made = selected_results(
             query, key, value, chosen, self.block, scale=scale, query_offset=query_offset, **more
         )

@@ -153,7 +153,7 @@ class NativeSparseAttention(LearnedChoice):
             compressed_cu_seqlens=None if documents is None else documents.begins, query_offset=at, keys=key.shape[2],
         )  # fmt: skip
         note(
-            numbers, self.block, query, key, causal=True, first=self.first, local=self.local,
+            numbers, self.block, query, key, causal=True, scale=scale, first=self.first, local=self.local,
             key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, query_offset=at,
         )  # fmt: skip
         compressed = compressed_attention(

@@ -10,9 +10,10 @@ import torch
 
 from benchmarks.program import main
 from benchmarks.train import chosen, decoder, encoder
-from benchmarks.train.chosen import Measured, measured
+from benchmarks.train.chosen import mass, together
 from benchmarks.train.models import Attention
 from benchmarks.train.results import Case
+from ds_sparse import record_choices
 from ds_sparse.bench.show import load
 from ds_sparse.modules.choices import Choice
 
@@ -25,7 +26,7 @@ def choice(numbers, tokens=32, causal=False, seed=0):
     """Two heads that share a key head, and choose blocks of 4."""
     torch.manual_seed(seed)
     query, key = torch.randn(1, 2, tokens, 8), torch.randn(1, 1, tokens, 8)
-    return Measured(Choice(numbers, 4, 1, 2, tokens, tokens, causal=causal), query, key)
+    return Choice(numbers, 4, 1, 2, tokens, tokens, causal=causal, query=query, key=key)
 
 
 def test_blocks_that_neighbours_choose_together_are_counted_once():
@@ -33,7 +34,7 @@ def test_blocks_that_neighbours_choose_together_are_counted_once():
     numbers[0, 0, :8] = torch.tensor([2, 2, 5])
     numbers[0, 0, 8:12, 0] = torch.arange(4)
     numbers[0, 0, 20:30] = torch.tensor([7, 0, -1])
-    assert choice(numbers).together() == (2 + 4 + 2 + 2) / 4
+    assert together(choice(numbers)) == (2 + 4 + 2 + 2) / 4
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -48,14 +49,12 @@ def test_the_mass_is_that_of_dense_attention(causal, monkeypatch):
         of_blocks = [sum(weights[first : first + 4]) for first in range(0, 32, 4)]
         masses.append(sum(of_blocks[number] for number in numbers[0, 0, row].tolist()))
         mosts.append(sum(sorted(of_blocks)[-2:]))
-    assert one.mass() == pytest.approx((np.mean(masses), np.mean(mosts)))
+    assert mass(one) == pytest.approx((np.mean(masses), np.mean(mosts)))
 
 
 def test_keys_of_padding_have_no_mass():
     numbers, mask = torch.tensor([0, 1]).expand(1, 1, 32, 2), torch.arange(32)[None] < 8
-    one = choice(numbers)
-    padded = replace(one, choice=replace(one.choice, key_padding_mask=mask))
-    assert padded.mass() == pytest.approx((1, 1))
+    assert mass(replace(choice(numbers), key_padding_mask=mask)) == pytest.approx((1, 1))
 
 
 def test_decoders_begin_with_the_same_weights_and_only_some_of_them_choose():
@@ -67,13 +66,13 @@ def test_decoders_begin_with_the_same_weights_and_only_some_of_them_choose():
         weights = dict(model.named_parameters())
         assert all(torch.equal(weights[name], x) for name, x in dense.named_parameters()), kind
         assert (len(weights) > len(list(dense.parameters()))) == (kind in ("nsa", "indexer"))
-        with measured(model) as found, torch.no_grad():
+        with record_choices(model, keep_operands=True) as found, torch.no_grad():
             model(input_ids=tokens)
         assert len(found) == (0 if kind == "local_sliding_window" else 2)
-        for one in found:
-            assert one.choice.causal and one.choice.block_indices.shape == (1, 1, 192, 5)
-            taken, most = one.mass()
-            assert 1 <= one.together() <= 12 and 0 < taken <= most <= 1
+        for one in found.values():
+            assert one.causal and one.block_indices.shape == (1, 1, 192, 5)
+            taken, most = mass(one)
+            assert 1 <= together(one) <= 12 and 0 < taken <= most <= 1
 
 
 def test_the_late_loss_is_that_of_the_last_quarter_and_no_byte_sees_those_after_it():

@@ -194,6 +194,17 @@ def test_a_query_is_explained():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_operands_are_kept_where_they_are_asked_for(name: str):
+    layer, options, (query, key, value) = CALLS[name]
+    with record_choices(layer, keep_operands=True) as choices:
+        layer(query, key, value, **options, scale=0.3)
+    (choice,) = choices.values()
+    assert choice.scale == 0.3 and choice.query is not None and choice.key is not None
+    assert not choice.query.requires_grad and torch.equal(choice.key, key)
+    assert choice.query.shape == query.shape
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match="model is a dict"), record_choices({}):  # type: ignore[arg-type]
         pass
