@@ -163,6 +163,19 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "bool by_sequence=False) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
+  // Sinks, a logit for each head in the denominators of its rows, added to what an operator of attention returned.
+  // output (B, H, T, D), D adjacent in memory, rows as above and sinks (H); or, of queries that have chosen blocks of
+  // keys, output (B, H, T, g, D), rows (B, H, T, g, 2) and sinks (H, g). rows and sinks in fp32 (fp64 for fp64),
+  // contiguous -> output in its order of memory, lse and rows, with the sinks; a row with nothing else is zeros, its
+  // lse and row_max the sink, its row_sum 0.
+  m.def("attention_sinks_forward(Tensor output, Tensor rows, Tensor sinks) -> (Tensor, Tensor, Tensor)");
+
+  // The gradient of sinks, like them, from those of output, any strides, and, perhaps, of lse, contiguous. output and
+  // rows are those with the sinks. Sums are in a fixed order.
+  m.def(
+      "attention_sinks_backward(Tensor grad_output, Tensor? grad_lse, Tensor output, Tensor rows, Tensor sinks) "
+      "-> Tensor");
+
   // block_attention_forward and block_attention_backward of documents that are packed in one row, on a Hopper GPU: the
   // layout is of the blocks of all documents, spans int32 (N, 2) says which token each begins with, and how many it
   // has; row_spans and column_spans, int32 (lines + E, 2), say so of the blocks that lines and then entries are. query

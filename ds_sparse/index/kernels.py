@@ -25,6 +25,8 @@ BLOCK_OPERATORS = (
     "block_attention_forward",
     "block_attention_backward",
     "block_attention_bias_backward",
+    "attention_sinks_forward",
+    "attention_sinks_backward",
     "decode_attention_forward",
 )
 SELECTION_OPERATORS = (

@@ -40,7 +40,7 @@ def register_rule(operator: str, names: list[str], one_by_one: bool) -> None:
         # Lists of numbers have a list.
         dims = {name: dim if isinstance(dim, int) else None for name, dim in zip(names, in_dims)}
         number = info.batch_size
-        if one_by_one:  # distances have no batch, and each sample may have its own
+        if one_by_one or dims.get("sinks") is not None:  # these have no batch, and each sample may have its own
             _refuse_seeds(dims)
             return _one_by_one(call, given, dims, number)
         rpe, seed = given.get("rpe"), dims.get("dropout_seed")

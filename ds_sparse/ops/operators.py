@@ -96,6 +96,10 @@ def _of_rows(x: Arguments, *shape: int) -> tuple[Tensor, ...]:
     return empty_as(x.query), x.query.new_empty(shape, dtype=wide), x.query.new_empty((*shape, 2), dtype=wide)
 
 
+def _with_sinks(x: Arguments) -> tuple[Tensor, ...]:
+    return empty_as(x.output), x.rows.new_empty(x.rows.shape[:-1]), x.rows.new_empty(x.rows.shape)
+
+
 def _gradients(x: Arguments) -> tuple[Tensor, ...]:
     return empty_as(x.query), empty_as(x.key), empty_as(x.value)
 
@@ -228,6 +232,8 @@ OPERATORS: dict[str, Operator] = {
     "decode_attention_forward": Operator(
         lambda x: (x.query.new_empty(x.query.shape), _attention(x)[1]), _flops.at_positions
     ),
+    "attention_sinks_forward": Operator(_with_sinks),
+    "attention_sinks_backward": Operator(_like("sinks"), one_by_one=True),
     "block_attention_distance_backward": Operator(
         _wide("distances"),
         _flops.distances,

@@ -10,8 +10,9 @@ from helpers import leaf, random, seeded
 from torch.func import grad, vmap
 
 from ds_sparse import block_sparse_attention, window_attention
+from ds_sparse._ops import ops
 
-OPERATORS = ("block_attention_forward", "window_attention_forward")
+OPERATORS = ("block_attention_forward", "window_attention_forward", "attention_sinks_forward")
 
 LAYOUT = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]], dtype=torch.bool)
 
@@ -52,6 +53,39 @@ def test_under_vmap_the_sinks_alone_may_have_samples(device: str):
 
     torch.testing.assert_close(vmap(loss)(sinks), torch.stack([loss(x) for x in sinks]))
     torch.testing.assert_close(vmap(grad(loss))(sinks), torch.stack([grad(loss)(x) for x in sinks]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 37, 16), (1, 2, 130, 7), (2, 2, 33, 16, 24), (1, 3, 40, 2, 64)], ids=str)
+def test_rows_of_any_shape_and_order_of_memory(device: str, shape: tuple[int, ...], dtype: torch.dtype):
+    """The operators alone, on results as kernels of blocks, pairs and chosen blocks give them."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    output, grad = random(seeded(), 2, *shape, dtype=dtype)
+    row_max, row_sum, grad_lse = random(seeded(1), 3, *shape[:-1], dtype=wide)
+    empty = row_sum < -0.9
+    empty[0, 0, 5] = False  # which is no number below
+    output, grad = output.masked_fill(empty.unsqueeze(-1), 0), grad.transpose(1, 2).contiguous().transpose(1, 2)
+    rows = torch.stack([row_max.masked_fill(empty, -math.inf), (1 + row_sum.abs()).masked_fill(empty, 0)], -1)
+    sinks = random(seeded(2), shape[1], *shape[3:-1], dtype=wide)
+    sinks.view(-1)[:2] = torch.tensor([-math.inf, 50.0])
+    rows[0, 0, 5] = math.nan
+
+    lse = (rows[..., 0] + rows[..., 1].log()).double()
+    of_rows = sinks.double()[:, None].expand_as(lse)
+    lse_wanted = torch.logaddexp(lse, of_rows)
+    wanted = (output * (lse - lse_wanted).exp().unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0).to(dtype)
+    for heads_inside in (False, True):
+        given = output.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else output
+        on_device = [x.to(device) for x in (given, rows, sinks)]
+        result, result_lse, with_sinks = (x.cpu() for x in ops.attention_sinks_forward(*on_device))
+        torch.testing.assert_close(result, wanted, equal_nan=True)
+        torch.testing.assert_close(result_lse, lse_wanted.to(wide), equal_nan=True)
+        of_one = result.masked_fill(result.isnan(), 1), with_sinks.nan_to_num(1.0)  # what is no number is in one row
+        probability = (of_rows - of_one[1][..., 0] - of_one[1][..., 1].log()).exp()
+        probability = probability.where(of_one[1][..., 1] > 0, (of_rows > -math.inf).double())
+        expected = (probability * (grad_lse - (grad.double() * of_one[0]).sum(-1))).sum((0, 2))
+        in_order = [x.to(device) for x in (grad, grad_lse, *of_one, sinks)]
+        torch.testing.assert_close(ops.attention_sinks_backward(*in_order).cpu(), expected.to(wide))
 
 
 def test_sinks_that_do_not_fit_a_window():
