@@ -14,7 +14,7 @@ from ds_sparse.bench import markdown
 from ds_sparse.config import parse_sparse_attention
 from ds_sparse.sparsity import ChosenSparsityConfig
 
-from .axes import OURS, TEXT, THEIRS, several_axes
+from .axes import OURS, PLAIN, TEXT, THEIRS, several_axes
 from .tables import trained
 
 CONNECTED = 0.9
@@ -22,23 +22,30 @@ CONNECTED = 0.9
 
 
 def draw_recall(runs: Sequence[str]) -> Figure:
-    """Percent of values that were told against distance: a row for each number of hops, tokens that see both ways on
-    the left, causal ones on the right."""
+    """Percent of values that were told against distance, of all seeds, and as a band from the seed that told least to
+    the one that told most: a row for each number of hops, tokens that see both ways on the left, causal ones on the
+    right."""
     ((_, arms),) = train_results.arms_by_case(trained(runs)).items()
     told = {arm.name: train_results.accuracies(arm) for arm in arms}
     kinds = list(dict.fromkeys(hops for of_arm in told.values() for hops, _ in of_arm))
-    colour_of = dict(zip(dict.fromkeys(map(label_of, arms)), OURS + THEIRS, strict=False))
+    # THEIRS goes on with one that is near to one of OURS.
+    colour_of = dict(zip(dict.fromkeys(map(label_of, arms)), (*OURS, *THEIRS[:4], PLAIN), strict=False))
     figure, plots = several_axes(2, [2.2] * len(kinds))
     for hops, row in zip(sorted(kinds), plots, strict=True):
         for plot, is_causal in zip(row, (False, True), strict=True):
             for arm in (arm for arm in arms if arm.is_causal == is_causal):
                 points = [(at, 100 * part) for (of, at), part in told[arm.name].items() if of == hops]
+                places = [at for at, _ in points]
+                by_seed = [[100 * of_seed[hops, at] for at in places] for of_seed in seeds_told(arm)]
                 name = label_of(arm)
                 # Others lie on dense attention's line.
                 width = 5 if arm.is_dense else 1.5
                 plot.plot(*zip(*points), marker="o", markersize=3, linewidth=width, color=colour_of[name], label=name)
+                least, most = ([end(parts) for parts in zip(*by_seed)] for end in (min, max))
+                plot.fill_between(places, least, most, color=colour_of[name], alpha=0.2, linewidth=0)
             plot.set_xscale("log", base=2)
             plot.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            plot.tick_params(axis="x", labelsize=8)
             plot.set_ylim(-3, 103)
             plot.set_title(
                 ", ".join([train_results.asked_in_words(hops), *["causal"] * is_causal]), color=TEXT, fontsize=9
@@ -57,6 +64,10 @@ def draw_recall(runs: Sequence[str]) -> Figure:
         fontsize=8,
     )
     return figure
+
+
+def seeds_told(arm: Arm) -> list[dict[tuple[int, int], float]]:
+    return [train_results.accuracies(Arm(arm.name, {seed: row})) for seed, row in arm.by_seed.items()]
 
 
 def label_of(arm: Arm) -> str:

@@ -153,9 +153,15 @@ class Row:
     answered: list[Answered] = field(default_factory=list)
 
     @property
+    def lowest(self) -> float:
+        """The lowest held-out loss of the last phase."""
+        return min(point.held_out for point in self.curve if point.asked == self.curve[-1].asked)
+
+    @property
     def warning(self) -> str:
-        """The reason why there is nothing to compare; "" where there is."""
-        if self.reason or self.held_out < (1 - LEAST_GAIN) * self.unigram:
+        """The reason why there is nothing to compare; "" where there is. A loss that rose again is compared: so it does
+        on sequences longer than those of training."""
+        if self.reason or self.lowest < (1 - LEAST_GAIN) * self.unigram:
             return ""
         return (
             f"this job did not leave the unigram cross-entropy of {self.unigram:.4f}: its comparison says nothing; "
@@ -207,6 +213,11 @@ class Arm:
     def spread(self) -> float | None:
         """Standard deviation over seeds."""
         return statistics.stdev(row.held_out for row in self.rows) if len(self.rows) > 1 else None
+
+    @property
+    def first(self) -> Arm:
+        """With its first seed alone."""
+        return Arm(self.name, dict([*self.by_seed.items()][:1]))
 
     @property
     def tokens_per_second(self) -> float:
@@ -332,18 +343,22 @@ def table_of(case: Case, arms: Sequence[Arm]) -> Table:
     lines = []
     for arm in arms:
         over = arm.over(dense_for(arm, arms))
+        # Later seeds of recall are run for what they tell: processes shared the GPU.
+        timed = arm.first if case.experiment == "recall" else arm
         lines.append(
             [
                 f"`{arm.name}`",
                 str(len(arm.rows)),
                 f"{arm.held_out:.4f}" + ("" if arm.spread is None else f" ± {arm.spread:.4f}"),
                 "" if over is None else f"{over:.3f}",
-                f"{arm.seconds / 60:.2f}",
-                f"{arm.tokens / 1e6:.1f}",
-                f"{arm.tokens_per_second:,.0f}",
+                f"{timed.seconds / 60:.2f}",
+                f"{timed.tokens / 1e6:.1f}",
+                f"{timed.tokens_per_second:,.0f}",
                 *(f"{arm.measures[name]:.4g}" if name in arm.measures else "" for name in measures),
             ]
         )
     heading = ["arm", "seeds", "held-out loss", "of dense", "minutes", "million tokens", "tokens/s"]
     about = f"{case.experiment}, {case.budget} an arm, {case.settings()}"
+    if case.experiment == "recall":
+        about += "; minutes and tokens/s are the first seed's"
     return Table([*heading, *(name.replace("_", " ") for name in measures)], lines, notes=[about])

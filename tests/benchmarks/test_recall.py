@@ -125,7 +125,7 @@ def test_a_quick_run_goes_on_and_gives_the_same(tmp_path, printed_again, monkeyp
 def made_up(arm, right, seed=0):
     """A job that told so many of ten values of one hop, by distance, and half of those of the passkey."""
     answered = [Answered(1, 64 << number, 10, count) for number, count in enumerate(right)]
-    row = Row(1.0, 1.0, 4.0, tokens_per_second=1.0, answered=[*answered, Answered(0, 64, 4, 2)])
+    row = Row(1.0, 1.0, 4.0, tokens_per_second=7.0 / (1 + seed), answered=[*answered, Answered(0, 64, 4, 2)])
     curve = [{"seconds": 1.0, "tokens": 2048, "held_out": 1.0, "asked": "values"}]
     return replace(CASE, arm=arm, seed=seed, tokens=2048), row, curve
 
@@ -158,10 +158,13 @@ def run(tmp_path, monkeypatch):
 def test_tables_and_the_picture_have_the_part_that_was_told(run):
     text = page.recall_tables([run])
     assert "| `bigbird-512` | 100 | 70 | 20 |" in text and "| `causal-dense-512` | 50 |" in text
+    assert "| `bigbird-512` | 2 | 1.0000 ± 0.0000 | 1.000 | 0.02 | 0.0 | 7 |" in text, "the first seed's time"
     passkey, _, hop, causal_hop = page.draw_recall([run]).axes
     assert [plot.get_title() for plot in (passkey, causal_hop)] == ["passkey", "1 hop, causal"]
     lines = {line.get_label(): line.get_xydata().tolist() for line in hop.get_lines()}
     assert lines["bigbird-512"] == [[64, 100], [128, 70], [256, 20]]
+    band = hop.collections[1].get_paths()[0].vertices.tolist()
+    assert all(end in band for end in ([128, 60], [128, 80], [256, 10], [256, 30])), "from one seed to the other"
     (line,) = causal_hop.get_lines()
     assert line.get_label() == "dense-512"
     assert line.get_color() == hop.get_lines()[0].get_color()

@@ -75,6 +75,9 @@ def test_a_job_that_learned_nothing_but_frequencies_says_so():
     assert "unigram" not in other
     assert last[-1] == "dense-4096: 1 of 2 jobs did not leave the unigram cross-entropy"
     assert not Row(reason="out of memory").warning
+    _, (row,) = result("dense-4096", 0, 6.5)
+    assert row.warning and not replace(row, curve=[Point(3.0, 5 * 10**5, 5.0), *row.curve]).warning, "it rose again"
+    assert replace(row, curve=[Point(3.0, 5 * 10**5, 1.0, "other labels"), *row.curve]).warning
 
 
 def test_rows_of_the_json_give_the_results_again():
