@@ -20,6 +20,7 @@ from .claims import (
     DECODER,
     DNA,
     DOCUMENTS,
+    DOCUMENTS_FAR,
     DOCUMENTS_IN_A_MINUTE,
     ENCODER,
     LARGE_LONGEST,
@@ -31,8 +32,9 @@ from .claims import (
     RECALL,
     STRUCTURES,
 )
+from .documents import draw_shown
 from .recall import draw_recall, recall_tables
-from .tables import results_of, sources, trained
+from .tables import RESULTS, results_of, sources, trained
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -255,6 +257,15 @@ GAINS = {
     ),
     "packed": Picture([MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }
+
+# The page shows it once it is run.
+if (RESULTS / f"{DOCUMENTS_FAR[0]}.json").exists():
+    GAINS["documents_far"] = Picture(
+        DOCUMENTS_FAR,
+        draw_shown,
+        "Percent of files whose package is named, by arm: whole, with the far part removed, and with it shuffled",
+        train_tables,
+    )
 
 
 def shown(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ds_sparse.models.sparsify import sparsify
+
+from . import chosen, recall
 from .documents_texts import Text, Wanted, installed_sources, texts_of
-from .models import Classifier, attention_of, make_bert, require_attention
-from .results import Case
+from .models import Attention, Classifier, attention_of, make_bert, short_of
+from .results import CAUSAL, DENSE, Answered, Case
 from .tasks import (
     Rows,
     TokenTask,
@@ -31,7 +34,10 @@ from .texts import encoded, trained_tokenizer, vocabulary_of
 from .trainer import Phase, Task
 
 LEAST_FILES, QUICK_LEAST_FILES = 30, 8
-"""Least files of a package, each of half as many tokens as the longest sequence or more."""
+"""Least files of a package."""
+
+LEAST_TOKENS, QUICK_LEAST_TOKENS = 4096, 256
+"""About the least of a file."""
 
 CHARACTERS = 4
 """Most characters of a token on the average."""
@@ -43,7 +49,33 @@ MASKED_ROWS = 64
 
 TRAINING, HELD_OUT = "training", "held_out"
 
-require = require_attention
+PIECES = "pieces"
+"""Kind of dense arms that see a whole file, in pieces of their length, each alone; they tell the mean of its logits."""
+
+WHOLE, REMOVED = "whole", "far part removed"
+SHUFFLED = {"far pieces shuffled": 64, "far tokens shuffled": 1}
+"""What of a held-out file is shown: its far part is what an arm sees after the first tokens, as many as a short arm
+sees. It is cut to so many tokens (in quick runs an eighth) that come in another order, the same for all seeds."""
+
+
+def blocks_of(case: Case) -> chosen.Blocks:
+    """Kinds of attention: those of `recall` that see both ways, and dense attention on pieces."""
+    both_ways = {kind: block for kind, block in recall.blocks_of(case).items() if not kind.startswith(CAUSAL)}
+    return both_ways | {PIECES: {}}
+
+
+def default_arms(case: Case) -> list[str]:
+    """The longest first: what is cut off then has something to compare."""
+    short, longest = short_of(case), case.document_tokens
+    lengths = [length for length in (longest, longest // 2, longest // 8) if length > short]
+    kinds = DENSE, "bigbird", "bslongformer", "local_sliding_window"
+    arms = [f"{kind}-{length}" for length in lengths for kind in kinds]
+    return [f"{DENSE}-{short}", *arms[: len(kinds)], f"{PIECES}-{short}", f"indexer-{longest}", *arms[len(kinds) :]]
+
+
+def require(case: Case) -> None:
+    """Raises ValueError where the case's arm is not known, or its sequences do not fit."""
+    chosen.require(case, blocks_of(case))
 
 
 def prepare(case: Case, data: Path) -> None:
@@ -65,10 +97,10 @@ def prepare(case: Case, data: Path) -> None:
 
 
 def wanted(case: Case) -> Wanted:
-    characters = CHARACTERS * case.document_tokens
-    least_files = QUICK_LEAST_FILES if case.quick else LEAST_FILES
+    least_files, least_tokens = (QUICK_LEAST_FILES, QUICK_LEAST_TOKENS) if case.quick else (LEAST_FILES, LEAST_TOKENS)
     # A file is read to one and a half times what a sequence takes, as its imports go.
-    return Wanted(least_files, characters // 2, characters * 3 // 2, QUICK_PACKAGES if case.quick else None)
+    characters = CHARACTERS * least_tokens, CHARACTERS * case.document_tokens * 3 // 2
+    return Wanted(least_files, *characters, QUICK_PACKAGES if case.quick else None)
 
 
 @dataclass(frozen=True)
@@ -89,6 +121,25 @@ class Documents:
         """The tokens of all files end to end, in rows (rows, length), without the rest."""
         tokens = self.tokens[np.arange(self.tokens.shape[1]) < self.lengths[:, None]]
         return tokens[: len(tokens) // length * length].reshape(-1, length)
+
+    def pieces(self, length: int, most: int) -> tuple[Documents, np.ndarray]:
+        """The first pieces of so many tokens of each file, as files, at most so many; and the number of the file that
+        each is of."""
+        tokens = self.tokens[:, : most * length].reshape(-1, length)
+        first = np.arange(0, min(most * length, self.tokens.shape[1]), length)
+        lengths = (self.lengths[:, None] - first).clip(0, length)
+        files = lengths.nonzero()[0]
+        there = lengths.ravel() > 0
+        return Documents(tokens[there], lengths.ravel()[there], self.packages[files]), files
+
+    def shuffled(self, near: int, size: int) -> Documents:
+        """The same with pieces of so many tokens in a random order, of what comes after the first `near` tokens. What
+        is left of a file after its last whole piece stays."""
+        tokens = self.tokens.copy()
+        for number, length in enumerate(self.lengths):
+            far = tokens[number, near : near + max(length - near, 0) // size * size].reshape(-1, size)
+            far[:] = np.random.default_rng(number).permutation(far)
+        return replace(self, tokens=tokens)
 
 
 def write(texts: Sequence[Text], folder: Path, size: int, length: int) -> None:
@@ -115,7 +166,8 @@ def read(folder: Path, side: str) -> Documents:
 
 
 class Packages(Task):
-    """The package of a file, of which the first `length` tokens are seen; a step trains on so many tokens."""
+    """The package of a file, of which the first `most` pieces of `length` tokens are seen, each alone; a step trains on
+    so many tokens."""
 
     asked = "packages"
     model: Classifier
@@ -124,6 +176,7 @@ class Packages(Task):
         self,
         model: Classifier,
         length: int,
+        most: int,
         training: Documents,
         held_out: Documents,
         frequencies: Tensor,
@@ -131,15 +184,16 @@ class Packages(Task):
         device: torch.device,
     ) -> None:
         self.model: Any = model
-        self.length, self.device = length, device
-        self.training, self.held_out, self.frequencies = training, held_out, frequencies
-        self.files = min(case.tokens_per_step // length, len(training.packages))
+        self.length, self.most, self.near, self.device = length, most, short_of(case), device
+        self.training, self.held_out, self.frequencies = training.pieces(length, most)[0], held_out, frequencies
+        self.sizes = {shown: size // 8 or 1 if case.quick else size for shown, size in SHUFFLED.items()}
+        self.files = min(case.tokens_per_step // length, len(self.training.packages))
         self.tokens_per_step = self.files * length
-        self.rows = Rows(len(training.packages), self.files, case.seed)
+        self.rows = Rows(len(self.training.packages), self.files, case.seed)
 
     def logits(self, documents: Documents, files: np.ndarray) -> Tensor:
-        tokens = torch.from_numpy(documents.tokens[files, : self.length].astype(np.int64))
-        lengths = torch.from_numpy(np.minimum(documents.lengths[files], self.length))
+        tokens = torch.from_numpy(documents.tokens[files].astype(np.int64))
+        lengths = torch.from_numpy(documents.lengths[files])
         return self.model.of_sequences(tokens.to(self.device), lengths.to(self.device)).float()
 
     def loss(self, step: int) -> Tensor:
@@ -148,20 +202,40 @@ class Packages(Task):
         return cross_entropy(self.logits(self.training, files), packages.to(self.device))
 
     def evaluate(self) -> float:
-        return float(cross_entropy(self.held_out_logits(), torch.from_numpy(self.held_out.packages)))
+        logits, packages = self.logits_of_files(self.held_out), self.held_out.packages
+        self.predicted = logits.argmax(1).numpy()
+        return float(cross_entropy(logits, torch.from_numpy(packages)))
 
     def unigram(self) -> float:
         return unigram_cross_entropy(self.frequencies, self.held_out.packages)
 
-    def held_out_logits(self) -> Tensor:
+    def logits_of_files(self, documents: Documents) -> Tensor:
         """fp32 (files, packages), on the CPU."""
-        files = np.arange(len(self.held_out.packages))
-        parts = np.array_split(files, -(-len(files) // self.files))
-        return torch.cat([self.logits(self.held_out, part).cpu() for part in parts])
+        pieces, files = documents.pieces(self.length, self.most)
+        parts = np.array_split(np.arange(len(files)), -(-len(files) // self.files))
+        logits = torch.cat([self.logits(pieces, part).cpu() for part in parts])
+        total = torch.zeros(len(documents.packages), logits.shape[1]).index_add_(0, torch.from_numpy(files), logits)
+        return total / torch.from_numpy(np.bincount(files))[:, None]
 
     def measures(self) -> dict[str, float]:
-        predicted, packages = self.held_out_logits().argmax(1).numpy(), self.held_out.packages
+        """Of the last evaluation."""
+        predicted, packages = self.predicted, self.held_out.packages
         return {"accuracy": float((predicted == packages).mean()), "macro_f1": macro_f1(predicted, packages)}
+
+    def answered(self) -> list[Answered]:
+        """By what of files is shown, the whole as in the last evaluation, and by the tokens that they have."""
+        files = self.held_out
+        seen = replace(files, lengths=files.lengths.clip(max=self.most * self.length))
+        others = {REMOVED: replace(files, lengths=files.lengths.clip(max=self.near))}
+        others |= {shown: seen.shuffled(self.near, size) for shown, size in self.sizes.items()}
+        predicted = {shown: self.logits_of_files(other).argmax(1).numpy() for shown, other in others.items()}
+        powers = 2 ** np.log2(files.lengths).astype(int)
+        return [
+            Answered(0, int(power), int(of.sum()), int((of & (told == files.packages)).sum()), shown)
+            for shown, told in ({WHOLE: self.predicted} | predicted).items()
+            for power in np.unique(powers)
+            for of in [powers == power]
+        ]
 
 
 def phases(case: Case, data: Path, device: torch.device) -> list[Phase]:
@@ -170,16 +244,19 @@ def phases(case: Case, data: Path, device: torch.device) -> list[Phase]:
 
 def make_task(case: Case, data: Path, device: torch.device, before: Any) -> Task:
     """Masked tokens with a new model, then packages with the encoder of that one."""
-    attention, size = attention_of(case.arm), vocabulary_of(case)
+    blocks, size = blocks_of(case), vocabulary_of(case)
+    attention = attention_of(case.arm, blocks.keys())
     training, held_out = read(data, TRAINING), read(data, HELD_OUT)
     if before is None:
         rows, of_held_out = (side.rows(case.document_tokens) for side in (training, held_out))
         of_tokens = log_frequencies([rows], size)
-        model = make_bert(attention, case, of_tokens, device)
+        model = make_bert(Attention(DENSE, attention.length), case, of_tokens, device)
+        if block := blocks[attention.kind]:
+            sparsify(model, {"seed": 0} | block if "num_random_blocks" in block else block)
         some = of_held_out[:: -(-len(of_held_out) // MASKED_ROWS)]
         asked = hidden(some, masked_places(some.shape, 0), size - 1)
         return masked_task(TokenTask, model, attention.length, rows, asked, of_tokens, size - 1, case, device)
     of_packages = log_frequencies([training.packages], len(json.loads((data / "packages.json").read_text())))
-    return Packages(
-        Classifier(before.base_model, of_packages), attention.length, training, held_out, of_packages, case, device
-    )
+    classifier = Classifier(before.base_model, of_packages)
+    most = case.document_tokens // attention.length if attention.kind == PIECES else 1
+    return Packages(classifier, attention.length, most, training, held_out, of_packages, case, device)

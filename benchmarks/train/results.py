@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from benchmarks.running import in_columns
 from ds_sparse.bench.markdown import Table
+
+Kind = TypeVar("Kind")
 
 TINY, NARROW, SMALL, BASE = "tiny", "narrow", "small", "base"
 
@@ -24,7 +27,7 @@ LEARNING_RATES = {TINY: 2e-3, NARROW: 2e-3, SMALL: 4e-4, BASE: 2e-4}
 and a sum over the hidden size so many times. What is too high makes the vectors of all tokens one before a model has
 learned more than the frequencies of tokens."""
 
-DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192, "decoder": 8192, "encoder": 4096, "recall": 65536}
+DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 16384, "decoder": 8192, "encoder": 4096, "recall": 65536}
 """Experiments, a module of this package each, with what `Case.document_tokens` is by itself."""
 
 
@@ -107,17 +110,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Answered:
-    """How many values of a kind were asked for, and how many a trained model told.
+    """How many values, or packages of files, of a kind were asked for, and how many a trained model told.
 
     Attributes:
         hops: names from the question to the value; 0 is the passkey.
-        distance: the least of those from each to the next, which are below twice that.
+        distance: the least of those from each to the next, which are below twice that; of a file its tokens, likewise.
+        shown: what of a file; "" of `recall`.
     """
 
     hops: int
     distance: int
     asked: int
     right: int
+    shown: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ class Row:
         measures: what else the experiment says of the trained model.
         weights: SHA-256 of the trained weights.
         commits: of ds_sparse, in the order in which they trained it.
-        answered: by hops and distance, of `recall`.
+        answered: by hops and distance, of `recall`; of `documents` by what is shown of files, and by their tokens.
     """
 
     milliseconds: float | None = None
@@ -257,14 +262,19 @@ def asked_in_words(hops: int) -> str:
     return f"{hops} hop{'s' * (hops != 1)}" if hops else "passkey"
 
 
-def accuracies(arm: Arm) -> dict[tuple[int, int], float]:
-    """The part of what is asked for that an arm's seeds told, by hops and distance."""
-    counts: dict[tuple[int, int], list[int]] = {}
-    for one in (one for row in arm.rows for one in row.answered):
-        of_kind = counts.setdefault((one.hops, one.distance), [0, 0])
+def shares(rows: Iterable[Row], kind_of: Callable[[Answered], Kind]) -> dict[Kind, float]:
+    """The part of what was asked for that was told, by kind."""
+    counts: dict[Kind, list[int]] = {}
+    for one in (one for row in rows for one in row.answered):
+        of_kind = counts.setdefault(kind_of(one), [0, 0])
         of_kind[0] += one.right
         of_kind[1] += one.asked
-    return {kind: right / asked for kind, (right, asked) in sorted(counts.items())}
+    return {kind: right / asked for kind, (right, asked) in counts.items()}
+
+
+def accuracies(arm: Arm) -> dict[tuple[int, int], float]:
+    """The part of what is asked for that an arm's seeds told, by hops and distance."""
+    return dict(sorted(shares(arm.rows, lambda one: (one.hops, one.distance)).items()))
 
 
 def distance_tables(case: Case, arms: Sequence[Arm]) -> dict[str, Table]:
@@ -287,6 +297,49 @@ def distance_tables(case: Case, arms: Sequence[Arm]) -> dict[str, Table]:
             ["arm", *(f"{distance:,}" for distance in distances)], lines, notes=[note]
         )
     return tables
+
+
+def percents_shown(arm: Arm) -> dict[str, dict[int, float]]:
+    """Percent of files whose package an arm names, by what of them is shown, and by seed."""
+    by_seed = {seed: shares([row], lambda one: one.shown) for seed, row in arm.by_seed.items()}
+    shown = dict.fromkeys(name for of_seed in by_seed.values() for name in of_seed)
+    return {name: {seed: 100 * of_seed[name] for seed, of_seed in by_seed.items()} for name in shown}
+
+
+def with_spread(numbers: Collection[float], sign: str = "") -> str:
+    """Their mean and standard deviation."""
+    spread = f" ± {statistics.stdev(numbers):.1f}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):{sign}.1f}{spread}"
+
+
+def shown_tables(case: Case, arms: Sequence[Arm]) -> dict[str, Table]:
+    """A line an arm: percent of files whose package it names, by what of them is shown, and how many points more that
+    is, of whole files, than the shortest dense arm names with the same seeds."""
+    found = {arm.name: percents_shown(arm) for arm in arms}
+    shown = list(next(iter(found.values())))
+    short = min((arm for arm in arms if arm.is_dense), key=lambda arm: arm.length, default=None)
+    least = found[short.name][shown[0]] if short else {}
+    lines = []
+    for arm in arms:
+        whole, *others = (found[arm.name][name] for name in shown)
+        over = [whole[seed] - least[seed] for seed in whole if seed in least] if arm is not short else []
+        numbers = (with_spread(list(one.values())) for one in (whole, *others))
+        lines.append([f"`{arm.name}`", str(len(whole)), *numbers, with_spread(over, "+") if over else ""])
+    of_whole = [one for one in arms[0].rows[0].answered if one.shown == shown[0]]
+    files = ", ".join(f"{one.asked} of {one.distance:,}" for one in of_whole)
+    note = (
+        f"percent of {sum(one.asked for one in of_whole)} held-out files whose package is named, by what of them is "
+        f"shown, and points over {short.name if short else DENSE}; files by tokens, to below twice as many, or cut "
+        f"there: {files}"
+    )
+    heading = ["arm", "seeds", *shown, "points"]
+    return {f"{case.experiment}, {case.budget}, shown": Table(heading, lines, notes=[note])}
+
+
+def answered_tables(case: Case, arms: Sequence[Arm]) -> dict[str, Table]:
+    """Tables of what was told, of arms that say it."""
+    of_files = [arm for arm in arms if any(one.shown for row in arm.rows for one in row.answered)]
+    return shown_tables(case, of_files) if of_files else distance_tables(case, arms)
 
 
 OF_ALL = 7
@@ -313,8 +366,8 @@ def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
         )
         short = Table(table.heading[:OF_ALL], [row[:OF_ALL] for row in table.rows])
         yield [*table.notes, *in_columns(short), *measures, *warnings]
-        for of_hops in distance_tables(case, arms).values():
-            yield [*of_hops.notes, *in_columns(of_hops)]
+        for told in answered_tables(case, arms).values():
+            yield [*told.notes, *in_columns(told)]
 
 
 def line_of(case: Case, row: Row) -> str:
@@ -329,10 +382,10 @@ def line_of(case: Case, row: Row) -> str:
 
 
 def tables_of(results: list[Result]) -> dict[str, Table]:
-    """A table for each budget, and those by distance."""
+    """A table for each budget, and those of what was told."""
     tables: dict[str, Table] = {}
     for case, arms in arms_by_case(results).items():
-        tables |= {f"{case.experiment}, {case.budget}": table_of(case, arms)} | distance_tables(case, arms)
+        tables |= {f"{case.experiment}, {case.budget}": table_of(case, arms)} | answered_tables(case, arms)
     return tables
 
 

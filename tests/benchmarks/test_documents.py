@@ -1,6 +1,7 @@
 """The experiment on packages that source files belong to."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from benchmarks.program import main
 from benchmarks.train import documents, documents_texts
 from benchmarks.train.documents_texts import Removal, Text, Wanted, texts_of
 from benchmarks.train.models import REACH, Attention, Classifier, make_bert
-from benchmarks.train.results import Case
+from benchmarks.train.results import Case, shares
 from ds_sparse.bench.show import load
 
 CASE = Case("documents", "tiny", "fp32", "cpu", True, 64, 1e-3, 512)
@@ -100,10 +101,10 @@ def test_tokens_are_those_of_the_texts_and_packages_their_numbers(tmp_path):
 
 
 class PackageOfFirstToken(torch.nn.Module):
-    """Says package n of a file that begins with token n, and keeps what it is given."""
+    """Says package n of a sequence that begins with token n, and keeps what it is given."""
 
     def of_sequences(self, input_ids, lengths):
-        self.lengths = lengths
+        self.tokens, self.lengths = input_ids, lengths
         return torch.nn.functional.one_hot(input_ids[:, 0], 3).float()
 
 
@@ -112,10 +113,52 @@ def test_accuracy_is_that_of_files_and_of_their_first_tokens():
     tokens[:, 0] = 0, 1, 2, 2
     held_out = documents.Documents(tokens, np.array([64, 20, 40, 10]), np.array([0, 1, 2, 0]))
     model, shares = PackageOfFirstToken(), torch.tensor([0.5, 0.25, 0.25])
-    task = documents.Packages(model, 32, held_out, held_out, shares.log(), CASE, torch.device("cpu"))
-    assert task.unigram() == pytest.approx(1.5 * math.log(2))
+    task = documents.Packages(model, 32, 1, held_out, held_out, shares.log(), CASE, torch.device("cpu"))
+    assert task.unigram() == pytest.approx(1.5 * math.log(2)) and task.evaluate() > 0
     assert task.measures() == pytest.approx({"accuracy": 3 / 4, "macro_f1": (2 / 3 + 1 + 2 / 3) / 3})
     assert model.lengths.tolist() == [32, 10] and task.tokens_per_step == 64
+
+
+def test_pieces_of_a_file_together_tell_its_package():
+    tokens = np.zeros((2, 64), np.uint16)
+    tokens[:, ::16] = [0, 1, 1, 0], [2, 2, 0, 0]
+    files = documents.Documents(tokens, np.array([48, 17]), np.array([1, 2]))
+    task = documents.Packages(PackageOfFirstToken(), 16, 4, files, files, torch.zeros(3), CASE, torch.device("cpu"))
+    torch.testing.assert_close(task.logits_of_files(files), torch.tensor([[1, 2, 0], [0, 0, 3.0]]) / 3)
+
+
+def test_a_far_part_is_removed_or_comes_in_another_order():
+    near, length = 64, 500
+    tokens = np.zeros((3, 512), np.uint16)
+    tokens[:, :length] = 1 + np.arange(length)
+    files = documents.Documents(tokens, np.array([length, 300, 40]), np.array([1, 1, 0]))
+    for size in (1, 8):
+        shuffled = files.shuffled(near, size)
+        for (first, second), end in zip(((tokens[i], shuffled.tokens[i]) for i in range(3)), files.lengths):
+            far = (end - near) // size * size if end > near else 0
+            assert (first != second).any() == (far > 0)
+            assert second[:near].tolist() == first[:near].tolist()
+            pieces = second[near : near + far].reshape(-1, size)
+            assert sorted(pieces[:, 0]) == first[near : near + far : size].tolist()
+            assert (np.diff(pieces.astype(int)) == 1).all()
+            assert second[near + far :].tolist() == first[near + far :].tolist()
+    case = replace(CASE, tokens_per_step=512)
+    task = documents.Packages(PackageOfFirstToken(), 512, 1, files, files, torch.zeros(3), case, torch.device("cpu"))
+    task.evaluate()
+    found = {(one.shown, one.distance): (one.asked, one.right) for one in task.answered()}
+    assert {key: of for key, of in found.items() if key[0] == documents.REMOVED} == {
+        (documents.REMOVED, 32): (1, 0),
+        (documents.REMOVED, 256): (2, 2),
+    }
+    assert list(dict.fromkeys(shown for shown, _ in found)) == [
+        documents.WHOLE, documents.REMOVED, *documents.SHUFFLED
+    ]  # fmt: skip
+    model, case = PackageOfFirstToken(), replace(CASE, tokens_per_step=1024)
+    task = documents.Packages(model, 256, 1, files, files, torch.zeros(3), case, torch.device("cpu"))
+    task.evaluate()
+    task.answered()
+    seen = model.tokens[0].tolist()
+    assert seen != sorted(seen) == list(range(1, 257)), "what the arm sees of the file, no more"
 
 
 def test_padding_says_nothing_of_a_package():
@@ -134,13 +177,16 @@ def test_padding_says_nothing_of_a_package():
 @pytest.mark.slow("trains every arm")
 def test_a_quick_run_says_accuracy_of_each_arm(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(documents_texts, "MOST_FILES", 12)
-    arms = ["dense-64", "bslongformer-512"]
+    arms = ["dense-64", "bslongformer-512", "pieces-64"]
     command = ["train", "--experiment", "documents", "--quick", "--arms", ",".join(arms), "--tokens", "4096"]
     assert main([*command, "--json", str(tmp_path / "out.json")]) == 0
     cases, rows = zip(*load(str(tmp_path / "out.json"))[2])
     assert [case.arm for case in cases] == arms
-    for (row,) in rows:
+    for case, (row,) in zip(cases, rows):
         assert set(row.measures) == {"accuracy", "macro_f1"} and row.held_out < 3
+        told = shares([row], lambda one: one.shown)
+        assert told[documents.WHOLE] == pytest.approx(row.measures["accuracy"]) and len(told) == 4
+        assert case.arm != "dense-64" or len(set(told.values())) == 1, "it sees no far part"
         assert list(dict.fromkeys(point.asked for point in row.curve)) == ["masked tokens", "packages"]
     assert main([*command, "--tokens-per-step", "8388608"]) == 1
     assert "a step takes 16384: give fewer --tokens-per-step" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.commands.train import OPERATION
 from benchmarks.train.results import (
+    Answered,
     Arm,
     Case,
     Point,
@@ -85,6 +86,27 @@ def test_rows_of_the_json_give_the_results_again():
     assert OPERATION.restore(rows) == JOBS
     with pytest.raises(ValueError, match="arm of a case"):
         OPERATION.restore([{name: value for name, value in rows[0].items() if name != "arm"} | {"arm": None}])
+
+
+def shown(arm, seed, whole, removed):
+    case, (row,) = result(arm, seed, 2.0)
+    answered = [Answered(0, 4096, 50, whole - 50, "whole"), Answered(0, 8192, 50, 50, "whole")]
+    answered += [Answered(0, 4096, 50, 0, "far part removed"), Answered(0, 8192, 50, removed, "far part removed")]
+    return replace(case, experiment="documents"), [replace(row, answered=answered)]
+
+
+def test_files_told_are_compared_with_the_shortest_dense_arm():
+    jobs = [shown("dense-512", 0, 60, 50), shown("dense-8192", 0, 80, 40)]
+    jobs += [shown("dense-512", 1, 64, 50), shown("dense-8192", 1, 90, 44), shown("dense-8192", 2, 70, 30)]
+    _, table = tables_of(jobs).values()
+    assert table.heading == ["arm", "seeds", "whole", "far part removed", "points"]
+    assert table.rows == [
+        ["`dense-512`", "2", "62.0 ± 2.8", "50.0 ± 0.0", ""],
+        ["`dense-8192`", "3", "80.0 ± 10.0", "38.0 ± 7.2", "+23.0 ± 4.2"],
+    ]
+    assert table.notes[0].startswith("percent of 100 held-out files") and table.notes[0].endswith("50 of 8,192")
+    *_, last = map(list, report(jobs))
+    assert last[-1].split() == "`dense-8192` 3 80.0 ± 10.0 38.0 ± 7.2 +23.0 ± 4.2".split()
 
 
 def test_a_table_for_a_page():

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from benchmarks.pages import claims, gains, tables
+from benchmarks.pages.documents import draw_shown
 
 SAID = [
     "22 times, 428,032 tokens (activations kept; SDPA: at least 262,144, where the search's time was over); at least "
@@ -61,11 +62,27 @@ def test_curves_end_at_the_means_that_the_table_has():
     assert [round(bar.get_width(), 1) for bar in plot.patches] == [87.1, 87.2, 81.0, 79.7]
 
 
+def test_files_told_have_a_mark_for_what_is_shown(monkeypatch, tmp_path):
+    (run,) = gains.DOCUMENTS
+    data = json.loads((tables.RESULTS / f"{run}.json").read_text())
+    kinds = {"whole": 80, "far part removed": 50, "far pieces shuffled": 70, "far tokens shuffled": 60}
+    answered = [{"hops": 0, "distance": 4096, "asked": 100, "right": n, "shown": kind} for kind, n in kinds.items()]
+    for row in data["rows"]:
+        row["answered"] = answered
+    (tmp_path / f"{run}.json").write_text(json.dumps(data))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    (plot,) = draw_shown([run]).axes
+    assert [label.get_text() for label in plot.get_yticklabels()] == ["dense-512", "bigbird-8192"]
+    assert {x for line in plot.get_lines() for x in line.get_xdata()} == set(kinds.values())
+    assert "| `bigbird-8192` | 1 | 80.0 | 50.0 | 70.0 | 60.0 | +0.0 |" in gains.train_tables([run])
+
+
 def test_jobs_that_learned_nothing_are_not_shown(monkeypatch, tmp_path):
     (run,) = gains.QUALITY
     data = json.loads((tables.RESULTS / f"{run}.json").read_text())
-    for point in data["rows"][1]["curve"]:
-        point["held_out"] = data["rows"][1]["unigram"]
+    row = data["rows"][1]
+    for point in (row, *row["curve"]):
+        point["held_out"] = row["unigram"]
     (tmp_path / f"{run}.json").write_text(json.dumps(data))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for make in (claims.quality_gain, lambda: gains.train_tables([run]), lambda: gains.draw_curves([run])):
