@@ -18,16 +18,32 @@ import torch
 
 from benchmarks.running import NOT_TRIED, Entry, natural, release_memory
 from benchmarks.train import results as train_results
-from benchmarks.train.results import DOCUMENT_TOKENS, LEARNING_RATES, MODELS, NARROW, SMALL, TINY, Case, Result, Row
-from benchmarks.train.trainer import Folder, Training, load
+from benchmarks.train.results import (
+    BASE_ARM,
+    CONTINUED,
+    DOCUMENT_TOKENS,
+    LEARNING_RATES,
+    MODELS,
+    NARROW,
+    SMALL,
+    TINY,
+    Case,
+    Result,
+    Row,
+    decision,
+)
+from benchmarks.train.trainer import Folder, Training, Waits, load
 from ds_sparse.bench.command import add_device_and_json, listed
 from ds_sparse.bench.reasons import in_short
+from ds_sparse.bench.runs import show
 from ds_sparse.tools.arguments import positive, positive_number
 
 OWN_MODEL = {"recall": NARROW}
 MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
 
 QUICK_TOKENS_PER_STEP, QUICK_DOCUMENT_TOKENS, QUICK_STEPS = 2048, 512, 10
+
+BASE_TIMES, QUICK_BASE_TIMES = 5.0, 2.0
 
 TAKEN = f"{NOT_TRIED}another process trains it; give the command again for its row"
 STOPPED = f"{NOT_TRIED}stopped; give the command again to go on"
@@ -36,7 +52,8 @@ STOPPED = f"{NOT_TRIED}stopped; give the command again to go on"
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains each arm, a model with an attention and a length, with each seed: all see the same tokens in the same "
-        "order, but for the packages of --experiment documents: there a step has as many files as fit into its tokens. "
+        "order, but for --experiment documents, where a step has as many files as fit into its tokens, and continued, "
+        "where its sequences are from anywhere. "
         "Reports the held-out loss on the way and at the end, and what else the experiment measures. Minutes "
         "and seconds are those of training steps alone: before the first a few steps are tried, which compiles what "
         "is compiled, and evaluation is not counted. What is finished is not trained again when the command is given "
@@ -82,6 +99,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="of dna: FASTA files and GFF3 files of the same names, also as .gz and .xz (default: those of Debian's "
         "packages maffilter-examples and smalt-examples)",
     )
+    parser.add_argument(
+        "--base",
+        type=positive_number,
+        metavar="TIMES",
+        help="of continued: how many times the budget of an arm the base is trained, once a seed and budget, that all "
+        f"arms go on from (default: {BASE_TIMES:g}; quick: {QUICK_BASE_TIMES:g})",
+    )
     parser.add_argument("--folder", type=Path, help="for data and rows; --quick does without")
     parser.add_argument(
         "--stop-after",
@@ -107,6 +131,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         except (ImportError, ValueError) as error:
             print(f"bench train: {error}", file=sys.stderr)
             return 1
+        if decides := decision(cases[0]):
+            show(decides)
         deadline = float("inf") if args.stop_after is None else time.perf_counter() + args.stop_after
 
         def results() -> Iterator[tuple[Result, bool]]:
@@ -128,6 +154,8 @@ def row_of(case: Case, experiment: Any, folder: Folder, data: Path, device: torc
             return Row(reason=STOPPED)
         try:
             row = Training(case, device).run(experiment.phases(case, data, device))
+        except Waits as error:
+            return Row(reason=f"{NOT_TRIED}{error}")
         except (ArithmeticError, RuntimeError) as error:
             return Row(reason=in_short(error))
         finally:
@@ -141,11 +169,13 @@ def cases_of(args: argparse.Namespace) -> tuple[list[Case], Any]:
     compare.
 
     Raises:
-        ValueError: a step has no whole number of documents, genomes are given for none, an arm cannot be trained, or
-            nothing says how long.
+        ValueError: a step has no whole number of documents, genomes or a base are given for none, an arm cannot be
+            trained, or nothing says how long.
     """
     if args.genomes and args.experiment != "dna":
         raise ValueError(f"--genomes: {args.experiment} reads none; leave it out, or give --experiment dna.")
+    if args.base and args.experiment != CONTINUED:
+        raise ValueError(f"--base: {args.experiment} has none; leave it out, or give --experiment {CONTINUED}.")
     document = args.document_tokens or (QUICK_DOCUMENT_TOKENS if args.quick else DOCUMENT_TOKENS[args.experiment])
     usual = QUICK_TOKENS_PER_STEP if args.quick else TOKENS_PER_STEP[args.device]
     per_step = args.tokens_per_step or max(usual, document)
@@ -155,14 +185,20 @@ def cases_of(args: argparse.Namespace) -> tuple[list[Case], Any]:
         )
     model = args.model or (TINY if args.quick else OWN_MODEL.get(args.experiment, MODEL[args.device]))
     rate = args.learning_rate or LEARNING_RATES[model]
-    case = Case(args.experiment, model, args.dtype, args.device, args.quick, per_step, rate, document, args.genomes)
+    times = args.base or (QUICK_BASE_TIMES if args.quick else BASE_TIMES) if args.experiment == CONTINUED else 0.0
+    case = Case(
+        args.experiment, model, args.dtype, args.device, args.quick, per_step, rate, document, args.genomes, times
+    )
     budgets = [{"tokens": args.tokens}] if args.tokens else []
     budgets += [{"minutes": args.minutes}] if args.minutes else []
     if not budgets and not args.quick:
         raise ValueError("give --tokens or --minutes: how much each arm trains.")
     budgets = budgets or [{"tokens": QUICK_STEPS * per_step}]
     experiment = load(args.experiment)
-    arms = dict.fromkeys(args.arms or experiment.default_arms(case))
+    usual_arms = experiment.default_arms(case)
+    # What others go on from comes first.
+    bases = [arm for arm in usual_arms if arm.startswith(BASE_ARM)]
+    arms = dict.fromkeys([*bases, *(args.arms or usual_arms)])
     jobs = product(dict.fromkeys(args.seeds), budgets, arms)
     cases = [replace(case, arm=arm, seed=seed, **budget) for seed, budget, arm in jobs]
     for one in cases:

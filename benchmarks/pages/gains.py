@@ -17,6 +17,7 @@ from benchmarks.train import results as train_results
 
 from .axes import OURS, PLAIN, TEXT, THEIRS, axes, several_axes
 from .claims import (
+    CONTINUED,
     DECODER,
     DNA,
     DOCUMENTS,
@@ -32,9 +33,10 @@ from .claims import (
     RECALL,
     STRUCTURES,
 )
+from .continued import draw_continued
 from .documents import draw_shown
 from .recall import draw_recall, recall_tables
-from .tables import RESULTS, results_of, sources, trained
+from .tables import results_of, sources, trained
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -230,6 +232,18 @@ GAINS = {
         "Percent of values told against their distance, by attention and by the hops between",
         recall_tables,
     ),
+    "continued": Picture(
+        CONTINUED,
+        draw_continued,
+        "Held-out loss of names by how many tokens ago they were seen, by attention that goes on from the same base",
+        train_tables,
+    ),
+    "documents_far": Picture(
+        DOCUMENTS_FAR,
+        draw_shown,
+        "Percent of files whose package is named, by arm: whole, with the far part removed, and with it shuffled",
+        train_tables,
+    ),
     "dna": Picture(
         DNA,
         partial(draw_measure, measure="gene_f1", label="F1 of genes on held-out sequences, percent"),
@@ -257,15 +271,6 @@ GAINS = {
     ),
     "packed": Picture([MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }
-
-# The page shows it once it is run.
-if (RESULTS / f"{DOCUMENTS_FAR[0]}.json").exists():
-    GAINS["documents_far"] = Picture(
-        DOCUMENTS_FAR,
-        draw_shown,
-        "Percent of files whose package is named, by arm: whole, with the far part removed, and with it shuffled",
-        train_tables,
-    )
 
 
 def shown(name: str) -> str:

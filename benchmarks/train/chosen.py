@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ds_sparse import record_choices
 from ds_sparse.bench.selected import NEIGHBOURS
-from ds_sparse.config import parse_sparse_attention
+from ds_sparse.config import parse_sparse_attention_layers
 from ds_sparse.modules.choices import Choice
 
 from .models import require_arm
@@ -38,8 +38,8 @@ def require(case: Case, blocks: Blocks) -> None:
     """Raises ValueError where the case's arm is none of `blocks` or dense, or its sequences do not fit."""
     attention = require_arm(case, case.arm, tuple(dict.fromkeys([DENSE, *blocks])))
     if block := blocks.get(attention.kind):
-        heads = MODELS[case.model]["num_attention_heads"]
-        parse_sparse_attention(block, heads, source=case.arm, seq_len=attention.length)
+        heads, layers = (MODELS[case.model][name] for name in ("num_attention_heads", "num_hidden_layers"))
+        parse_sparse_attention_layers(block, heads, layers, source=case.arm, seq_len=attention.length)
 
 
 def of(choice: Choice, numbers: Tensor) -> Tensor:

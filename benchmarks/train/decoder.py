@@ -34,9 +34,13 @@ GROUP = 4
 """Most heads that share a key head."""
 
 
+def keys_of(case: Case) -> dict[str, int]:
+    return chosen.sizes(case, 16)
+
+
 def blocks_of(case: Case) -> chosen.Blocks:
     """All but NSA see as many keys: those of `num_chosen_blocks`."""
-    both = chosen.sizes(case, 16)
+    both = keys_of(case)
     block, number = both.values()
     window = {
         "block": block,
@@ -86,6 +90,7 @@ class Bytes(Task):
     """
 
     asked = "bytes"
+    classes = BYTES
 
     def __init__(
         self, model: Any, length: int, train: np.ndarray, held_out: np.ndarray, case: Case, device: torch.device
@@ -113,7 +118,7 @@ class Bytes(Task):
         return self.held_out_losses().mean().item()
 
     def unigram(self) -> float:
-        return unigram_cross_entropy(log_frequencies([self.train], BYTES), self.held_out[:, 1:])
+        return unigram_cross_entropy(log_frequencies([self.train], self.classes), self.held_out[:, 1:])
 
     def measures(self) -> dict[str, float]:
         """The loss of the last quarter of sequences, and what is chosen in one."""
@@ -134,16 +139,22 @@ def make_task(case: Case, data: Path, device: torch.device, before: Any) -> Task
 
 def make_decoder(attention: Attention, case: Case, device: torch.device) -> LlamaForCausalLM:
     """New weights in fp32, the same of a seed but for those that learn to choose."""
-    shape = MODELS[case.model]
-    config = LlamaConfig(
-        **shape,
-        num_key_value_heads=max(1, shape["num_attention_heads"] // GROUP),
-        vocab_size=BYTES,
-        max_position_embeddings=attention.length,
-        attn_implementation=DENSE_IN_BERT,
-    )
-    torch.manual_seed(case.seed)
-    model = LlamaForCausalLM(config).to(device)
+    model = new_decoder(attention.length, case, device)
     if attention.kind != DENSE:
         sparsify(model, blocks_of(case)[attention.kind])
     return model
+
+
+def new_decoder(length: int, case: Case, device: torch.device, classes: int = BYTES, **config: Any) -> LlamaForCausalLM:
+    """A dense one."""
+    shape = MODELS[case.model]
+    settings = LlamaConfig(
+        **shape,
+        num_key_value_heads=max(1, shape["num_attention_heads"] // GROUP),
+        vocab_size=classes,
+        max_position_embeddings=length,
+        attn_implementation=DENSE_IN_BERT,
+        **config,
+    )
+    torch.manual_seed(case.seed)
+    return LlamaForCausalLM(settings).to(device)

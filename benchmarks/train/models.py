@@ -15,7 +15,7 @@ from benchmarks.models.steps import require_layout
 from ds_sparse.models.sparsify import sparsify
 from ds_sparse.tools.extras import optional_imports
 
-from .results import DENSE, MODELS, Case
+from .results import DENSE, MODELS, Case, short_of
 
 with optional_imports():
     from transformers import BertConfig, BertForMaskedLM
@@ -33,13 +33,6 @@ SMALL_BLOCK = {mode: f"{mode}-default-16" for mode in LARGE_BLOCK}
 """The same where all is small."""
 
 ATTENTIONS = (DENSE, *LARGE_BLOCK)
-
-SHORT, QUICK_SHORT = 512, 64
-"""Tokens of the dense sequences that longer ones are compared with, or are continued from."""
-
-
-def short_of(case: Case) -> int:
-    return QUICK_SHORT if case.quick else SHORT
 
 
 def default_arms(case: Case) -> list[str]:

@@ -4,7 +4,7 @@ what each knows from afar."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,14 @@ from ds_sparse.models.sparse_attention_utils import SparseAttentionUtils
 
 from . import texts
 from .models import (
-    SHORT,
     Attention,
     attention_of,
     default_arms,  # noqa: F401 - the arms of this experiment, too
     give_attention,
     make_bert,
     require_attention,
-    short_of,
 )
-from .results import DENSE, Case
+from .results import DENSE, SHORT, Case, short_of
 from .tasks import IGNORED, TokenTask, hidden, log_frequencies, masked_places, masked_task
 from .trainer import Phase, Task
 
@@ -106,20 +104,26 @@ def far_tokens(ids: np.ndarray, pieces: Sequence[bytes], distance: int) -> np.nd
         ids: integers (T), a document.
         pieces: the bytes of each token.
     """
-    parts = [pieces[token] for token in ids]
-    ends = np.cumsum([len(part) for part in parts])
-    starts = ends - [len(part) for part in parts]
-    places: dict[bytes, list[tuple[int, int, int]]] = {}
-    for found in NAME.finditer(b"".join(parts)):
-        token = int(np.searchsorted(ends, found.start(), side="right"))
-        places.setdefault(found[0], []).append((token, *found.span()))
+    places: dict[bytes, list[tuple[int, int]]] = {}
+    for name, first, stop in names_of(ids, pieces):
+        places.setdefault(name, []).append((first, stop))
     far: np.ndarray = np.zeros(len(ids), dtype=bool)
     for of_name in places.values():
         for before, here, after in zip(of_name, of_name[1:], [*of_name[2:], None]):
             if here[0] - before[0] > distance and (after is None or after[0] - here[0] > distance):
-                # With the space before a name, which byte-level BPE has in its first token.
-                far |= (starts >= here[1] - 1) & (ends <= here[2])
-    return far & np.array([WORD.search(part) is not None for part in parts], dtype=bool)
+                far[slice(*here)] = True
+    return far & np.array([WORD.search(pieces[token]) is not None for token in ids], dtype=bool)
+
+
+def names_of(ids: np.ndarray, pieces: Sequence[bytes]) -> Iterator[tuple[bytes, int, int]]:
+    """The names of a document in order, each with the first token that is its own and the one after the last. With its
+    own is the space before a name, which byte-level BPE has in its first token."""
+    parts = [pieces[token] for token in ids]
+    sizes = np.array([len(part) for part in parts])
+    ends = np.cumsum(sizes)
+    for found in NAME.finditer(b"".join(parts)):
+        first, stop = (int(np.searchsorted(ends, place, side="right")) for place in found.span())
+        yield found[0], first + int(ends[first] - sizes[first] < found.start() - 1), stop
 
 
 class QualityTask(TokenTask):

@@ -16,9 +16,9 @@ from ds_sparse.config import parse_sparse_attention
 from ds_sparse.modules.self_attention import SparseSelfAttention
 
 from . import chosen
-from .models import Neighbours, attention_of, short_of
+from .models import Neighbours, attention_of
 from .recall_texts import FIRST_NAME, VALUES, Sequences, doublings, renamed, sequences
-from .results import CAUSAL, DENSE, MODELS, Answered, Case
+from .results import CAUSAL, DENSE, MODELS, Answered, Case, short_of
 from .tasks import IGNORED, Batch, TokenTask, log_frequencies
 from .trainer import Phase, Task
 

@@ -27,8 +27,24 @@ LEARNING_RATES = {TINY: 2e-3, NARROW: 2e-3, SMALL: 4e-4, BASE: 2e-4}
 and a sum over the hidden size so many times. What is too high makes the vectors of all tokens one before a model has
 learned more than the frequencies of tokens."""
 
-DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 16384, "decoder": 8192, "encoder": 4096, "recall": 65536}
+CONTINUED = "continued"
+
+DOCUMENT_TOKENS = {
+    "quality": 4096,
+    "dna": 65536,
+    "documents": 16384,
+    "decoder": 8192,
+    "encoder": 4096,
+    "recall": 65536,
+    CONTINUED: 16384,
+}
 """Experiments, a module of this package each, with what `Case.document_tokens` is by itself."""
+
+BASE_ARM = "base-"
+"""Beginning of the name of the arm that others go on from."""
+
+SHORT, QUICK_SHORT = 512, 64
+"""Tokens of the dense sequences that longer ones are compared with, or are continued from."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,7 @@ class Case:
         tokens_per_step: of all sequences of a step together.
         document_tokens: tokens of the pieces of documents that are trained on; the longest sequence.
         genomes: the folder that those of `dna` are in; "" for installed ones.
+        base: how many times as long as an arm the base is trained that arms go on from; 0 without one.
     """
 
     experiment: str
@@ -53,6 +70,7 @@ class Case:
     learning_rate: float
     document_tokens: int
     genomes: str = ""
+    base: float = 0.0
     arm: str = ""
     seed: int = 0
     minutes: float = 0.0
@@ -68,8 +86,18 @@ class Case:
         return f"{self.tokens:,} tokens" if self.tokens else f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
 
     @property
+    def is_base(self) -> bool:
+        return self.base > 0 and self.arm.startswith(BASE_ARM)
+
+    @property
+    def times(self) -> float:
+        """Times the budget that the job is trained for."""
+        return self.base if self.is_base else 1.0
+
+    @property
     def job(self) -> str:
-        return f"{self.arm}, seed {self.seed}, {self.budget}"
+        times = f"{self.base:g} times " if self.is_base else ""
+        return f"{self.arm}, seed {self.seed}, {times}{self.budget}"
 
     @property
     def file(self) -> str:
@@ -78,11 +106,15 @@ class Case:
         return f"{self.arm}-seed{self.seed}-{budget}"
 
     def settings(self) -> str:
-        kind = self.experiment if self.experiment in ("decoder", "recall") else "BERT"
+        kind = {"decoder": "decoder", "recall": "recall", CONTINUED: "decoder"}.get(self.experiment, "BERT")
         return (
             f"{kind}-{self.model}, {self.dtype}, {self.tokens_per_step:,} tokens a step, documents of "
             f"{self.document_tokens:,} tokens"
         )
+
+
+def short_of(case: Case) -> int:
+    return QUICK_SHORT if case.quick else SHORT
 
 
 DENSE, CAUSAL = "dense", "causal-"
@@ -140,6 +172,7 @@ class Row:
         weights: SHA-256 of the trained weights.
         commits: of ds_sparse, in the order in which they trained it.
         answered: by hops and distance, of `recall`; of `documents` by what is shown of files, and by their tokens.
+        data: what it learned from, where the experiment says it.
     """
 
     milliseconds: float | None = None
@@ -156,6 +189,7 @@ class Row:
     date: str = ""
     reason: str = ""
     answered: list[Answered] = field(default_factory=list)
+    data: str = ""
 
     @property
     def lowest(self) -> float:
@@ -342,6 +376,67 @@ def answered_tables(case: Case, arms: Sequence[Arm]) -> dict[str, Table]:
     return shown_tables(case, of_files) if of_files else distance_tables(case, arms)
 
 
+LOSSES = {
+    "place_": "held-out loss by place in the document, from so many tokens on to the next column's",
+    "name_": "held-out loss of names, the sum over their tokens, by how many tokens ago they were seen, likewise; new: "
+    "not in the document before",
+}
+"""Beginnings of measures that have a table of their own, and what it says."""
+
+FAR = "name_far"
+
+
+def decision(case: Case) -> str:
+    """What decides whether a structure is worth it; "" where nothing was named."""
+    if case.experiment != CONTINUED:
+        return ""
+    short = short_of(case)
+    return (
+        f"A structure is worth it if its loss of names that were last seen {short} tokens ago or more (far) is lower "
+        f"than that of {DENSE}-{short}, which goes on at {short}, after the same budget from the same base, by more "
+        "than the standard deviation of the difference over seeds."
+    )
+
+
+def loss_tables(case: Case, arms: Sequence[Arm]) -> dict[str, Table]:
+    """A table for each of `LOSSES` that was measured, a line an arm; that of names says what is decided."""
+    tables: dict[str, Table] = {}
+    for first, note in LOSSES.items():
+        names = dict.fromkeys(name for arm in arms for name in arm.measures if name.startswith(first))
+        if not names:
+            continue
+        words = [name.removeprefix(first) for name in names]
+        heading = ["arm", *(f"{int(word):,}" if word.isdecimal() else word for word in words)]
+        lines = [[f"`{arm.name}`", *(f"{arm.measures[name]:.4f}" for name in names)] for arm in arms]
+        notes, short = [note], goes_on_short(case, arms)
+        if FAR in names and short:
+            notes.append(decision(case))
+            heading += [f"over {short.name}", "worth it"]
+            lines = [[*line, *verdict(more_loss(arm, short, FAR))] for line, arm in zip(lines, arms, strict=True)]
+        tables[f"{case.experiment}, {case.budget}, {first[:-1]}"] = Table(heading, lines, notes=notes)
+    return tables
+
+
+def goes_on_short(case: Case, arms: Iterable[Arm]) -> Arm | None:
+    """The arm that others have to be better than, where a decision was named."""
+    name = f"{DENSE}-{short_of(case)}"
+    return next((arm for arm in arms if arm.name == name), None) if decision(case) else None
+
+
+def more_loss(arm: Arm, other: Arm, measure: str) -> list[float]:
+    """By how much an arm's loss is above another's, of each seed that both have."""
+    seeds = sorted(arm.by_seed.keys() & other.by_seed.keys())
+    return [arm.by_seed[seed].measures[measure] - other.by_seed[seed].measures[measure] for seed in seeds]
+
+
+def verdict(more: Sequence[float]) -> tuple[str, str]:
+    """Cells of the difference over seeds, and whether it decides."""
+    if len(more) < 2 or not any(more):
+        return "".join(f"{one:+.4f}" for one in more if one), "one seed" if any(more) else ""
+    mean, spread = statistics.mean(more), statistics.stdev(more)
+    return f"{mean:+.4f} ± {spread:.4f}", "yes" if mean < -spread else "no"
+
+
 OF_ALL = 7
 """Columns of the table that all experiments have."""
 
@@ -366,8 +461,8 @@ def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
         )
         short = Table(table.heading[:OF_ALL], [row[:OF_ALL] for row in table.rows])
         yield [*table.notes, *in_columns(short), *measures, *warnings]
-        for told in answered_tables(case, arms).values():
-            yield [*told.notes, *in_columns(told)]
+        for more in (answered_tables(case, arms) | loss_tables(case, arms)).values():
+            yield [*more.notes, *in_columns(more)]
 
 
 def line_of(case: Case, row: Row) -> str:
@@ -385,14 +480,16 @@ def tables_of(results: list[Result]) -> dict[str, Table]:
     """A table for each budget, and those of what was told."""
     tables: dict[str, Table] = {}
     for case, arms in arms_by_case(results).items():
-        tables |= {f"{case.experiment}, {case.budget}": table_of(case, arms)} | answered_tables(case, arms)
+        tables |= {f"{case.experiment}, {case.budget}": table_of(case, arms)}
+        tables |= answered_tables(case, arms) | loss_tables(case, arms)
     return tables
 
 
 def table_of(case: Case, arms: Sequence[Arm]) -> Table:
     """A line an arm: its held-out loss, the mean over its seeds, over that of dense attention with the same ones, and
     what else was measured."""
-    measures = list(dict.fromkeys(name for arm in arms for name in arm.measures))
+    measured = dict.fromkeys(name for arm in arms for name in arm.measures)
+    measures = [name for name in measured if not name.startswith(tuple(LOSSES))]
     lines = []
     for arm in arms:
         over = arm.over(dense_for(arm, arms))
@@ -411,7 +508,9 @@ def table_of(case: Case, arms: Sequence[Arm]) -> Table:
             ]
         )
     heading = ["arm", "seeds", "held-out loss", "of dense", "minutes", "million tokens", "tokens/s"]
-    about = f"{case.experiment}, {case.budget} an arm, {case.settings()}"
+    base = f", {case.base:g} times as much for the base" if case.base else ""
+    about = f"{case.experiment}, {case.budget} an arm{base}, {case.settings()}"
     if case.experiment == "recall":
         about += "; minutes and tokens/s are the first seed's"
-    return Table([*heading, *(name.replace("_", " ") for name in measures)], lines, notes=[about])
+    data = dict.fromkeys(row.data for arm in arms for row in arm.rows if row.data)
+    return Table([*heading, *(name.replace("_", " ") for name in measures)], lines, notes=[about, *data])

@@ -27,13 +27,14 @@ from .results import Answered, Case, Point, Row
 WARM_UP = 0.1
 """Part of a phase's steps until the learning rate is at its highest; it decays to nothing after."""
 
-EVALUATIONS = 10
-"""In all of the budget."""
-
 BETAS, WEIGHT_DECAY, LARGEST_NORM = (0.9, 0.98), 0.01, 1.0
 
 TRIED_SECONDS = 2.0
 """Seconds of tried steps, to see what one takes, where that matters; else two steps."""
+
+
+class Waits(RuntimeError):
+    """A job cannot begin before another is finished."""
 
 
 class Task(ABC):
@@ -43,11 +44,15 @@ class Task(ABC):
         model: on its device, with weights in fp32.
         tokens_per_step: of the batch that `loss` takes.
         asked: what the loss is of, such as "masked tokens".
+        evaluations: in all of the budget.
+        about: what it learns from, where the experiment says it.
     """
 
     model: nn.Module
     tokens_per_step: int
     asked: str
+    evaluations = 10
+    about = ""
 
     @abstractmethod
     def loss(self, step: int) -> Tensor:
@@ -68,6 +73,9 @@ class Task(ABC):
     def answered(self) -> list[Answered]:
         """Says what of it depends on distances, likewise."""
         return []
+
+    def keep(self) -> None:
+        """Keeps what other jobs take of the trained model, at the end of the phase."""
 
 
 Phase = Callable[[Any], Task]
@@ -106,10 +114,11 @@ class Training:
         for phase in phases:
             torch.manual_seed(self.case.seed)
             task = phase(None if task is None else task.model)
-            self.train(1 / len(phases), task)
+            self.train(self.case.times / len(phases), task)
             with self.evaluating(task):
                 measures |= task.measures()
                 answered = task.answered()
+            task.keep()
         about = conditions(self.device)
         return Row(
             self.seconds / self.steps * 1e3,
@@ -119,6 +128,7 @@ class Training:
             tokens_per_second=self.tokens / self.seconds,
             measures=measures,
             answered=answered,
+            data=task.about,
             parameters=sum(x.numel() for x in task.model.parameters()),
             weights=digest(task.model),
             machine=about["machine"],
@@ -133,11 +143,11 @@ class Training:
         torch.manual_seed(self.case.seed)
         optimizer = self.optimizer(task.model)
         first = 0
-        for stop in stops(steps, max(1, round(EVALUATIONS * share))):
+        for stop in stops(steps, max(1, round(task.evaluations * share))):
             began = self.now()
             for step in range(first, stop):
                 for group in optimizer.param_groups:
-                    group["lr"] = self.case.learning_rate * schedule(step, steps)
+                    group["lr"] = self.case.learning_rate * schedule(step, steps, decays=not self.case.is_base)
                 self.step(task, optimizer, step)
             self.seconds += self.now() - began
             self.tokens += (stop - first) * task.tokens_per_step
@@ -203,10 +213,13 @@ def stops(steps: int, evaluations: int) -> list[int]:
     return sorted({max(1, round(steps * number / evaluations)) for number in range(1, evaluations + 1)})
 
 
-def schedule(step: int, steps: int) -> float:
-    """The part of the highest learning rate that a step has."""
+def schedule(step: int, steps: int, decays: bool = True) -> float:
+    """The part of the highest learning rate that a step has. For a base it does not decay: what goes on from a decayed
+    one loses what the decay gained before it learns more."""
     rising = max(1, round(WARM_UP * steps))
-    return (step + 1) / rising if step < rising else (steps - step) / (steps - rising + 1)
+    if step < rising:
+        return (step + 1) / rising
+    return (steps - step) / (steps - rising + 1) if decays else 1.0
 
 
 def digest(model: nn.Module) -> str:

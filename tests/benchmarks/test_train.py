@@ -108,6 +108,7 @@ def test_budgets_evaluations_and_learning_rates_are_numbers_of_steps():
     rates = [schedule(step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert max(rates) == rates[9] == 1.0
+    assert [schedule(step, 100, decays=False) for step in range(100)] == [*rates[:10], *[1.0] * 90]
     assert all(a > b for a, b in itertools.pairwise(rates[9:])) and 0 < rates[-1] < 0.02
 
 
