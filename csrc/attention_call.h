@@ -45,6 +45,8 @@ struct AttentionCall {
   bool fits = false;
   // Each sequence has a layout of its own.
   bool by_sequence = false;
+  // Forward: the block rows of a tile have so little in common that each is better walked by itself.
+  bool rows_differ = false;
 
   int64_t head_dim() const { return query.size(query.dim() - 1); }
   // Tokens of a block row; `block` is those of a block column.

@@ -21,11 +21,13 @@ struct AttentionOperators {
       const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
       const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
       const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
-      bool causal, double dropout_p, const std::string& implementation, bool bounded, bool by_sequence) {
+      bool causal, double dropout_p, const std::string& implementation, bool bounded, bool by_sequence,
+      bool rows_differ) {
     AttentionCall call{query, key,    value,    layout_heads, block,     tile,         implementation,
                        scale, causal, key_bias, rpe,          attn_mask, dropout_seed, dropout_p};
     call.bounded = bounded;
     call.by_sequence = by_sequence;
+    call.rows_differ = rows_differ;
     return forward(call, {row_lines, row_entries, row_units, row_cuts});
   }
 

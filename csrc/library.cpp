@@ -144,12 +144,14 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // -> output (B, H, T, D) in query's order of memory; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like
   // it, contiguous: row_max, near or at a row's largest exponent, and row_sum, the sum of
   // exp(exponent - row_max), of which the backward passes make its probabilities: in lse, of both, a row_max such as
-  // -10000 or -1e30 leaves little of the sum. A row with nothing left is zeros, its lse and row_max -inf.
+  // -10000 or -1e30 leaves little of the sum. A row with nothing left is zeros, its lse and row_max -inf. rows_differ:
+  // the block rows of a tile have little in common, which on Hopper decides how they are walked.
   m.def(
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
       "Tensor row_cuts, SymInt layout_heads, int block, int tile, float scale, bool causal, float dropout_p, "
-      "str implementation, bool bounded=False, bool by_sequence=False) -> (Tensor output, Tensor lse, Tensor rows)");
+      "str implementation, bool bounded=False, bool by_sequence=False, bool rows_differ=False) "
+      "-> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
   // Probabilities are exp(exponent - row_max) / row_sum, by the row's two numbers. With deterministic all sums are in

@@ -308,7 +308,7 @@ class BlockIndex(OnDevice):
                 f"The layout has {counts.live_blocks} live blocks; the index holds fewer than 2**31. Use a larger "
                 "block."
             )
-        tiles = plan.fill(counts.layout_heads, counts.sizes)
+        tiles = plan.fill(counts.layout_heads, counts.sizes, counts.live_blocks)
         for side, height in product(SIDES, heights):
             tiles.setdefault((side, height), replace(tiles[side, heights[0]], tile=height))
         heads, rows, _ = bits.shape
@@ -631,9 +631,9 @@ class BlockIndex(OnDevice):
         if self.capacity is None:
             plan = TilePlan(self.bits, self.columns, self.block, [tile], [side])
             counts, _ = plan.fetch()
-            return plan.fill(counts.layout_heads, counts.sizes)[side, tile]
+            return plan.fill(counts.layout_heads, counts.sizes, counts.live_blocks)[side, tile]
         plan = TilePlan(self.bits, self.columns, self.block, [tile], bounded=True)
-        both = plan.fill(self.layout_heads, [self.capacity], self._lost)
+        both = plan.fill(self.layout_heads, [self.capacity], lost=self._lost)
         self._made.update(both)
         return both[side, tile]
 

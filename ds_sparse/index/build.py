@@ -14,7 +14,7 @@ from torch import Tensor
 from .._ops import ops
 from .kernels import require_kernel
 from .packing import MAX_LINES
-from .tiles import SIDES, Tiles
+from .tiles import SIDES, Tiles, lines_differ
 from .transforms import outside_transforms_or_traced
 
 NUMBERS = 38
@@ -91,16 +91,28 @@ class TilePlan:
         heads, live = (len(self.bits), live) if differs else (1, live_of_first)
         return Counts(heads, live, bool(ahead), sizes), numbers[NUMBERS:]
 
-    def fill(self, layout_heads: int, sizes: list[int], lost: Tensor | None = None) -> dict[tuple[str, int], Tiles]:
-        """The tiles by side and height, of so many heads. sizes: those of `Counts`; of a bounded plan one, the entries
-        of each that there is space for. lost: of a bounded plan, int32 (1), 1 where there is space for none, so that
-        all is NaN."""
+    def fill(
+        self, layout_heads: int, sizes: list[int], live_blocks: int | None = None, lost: Tensor | None = None
+    ) -> dict[tuple[str, int], Tiles]:
+        """The tiles by side and height, of so many heads.
+
+        Args:
+            sizes, live_blocks: those of `Counts`; of a bounded plan one size, the entries of each that there is space
+                for, and None.
+            lost: of a bounded plan, int32 (1), 1 where there is space for none, so that all is NaN.
+        """
         made = ops.index_fill(
             self.bits, self.memory, self.counts, self.columns, self.block, self.heights, "rows" in self.sides,
             "columns" in self.sides, self.bounded, layout_heads, sizes, lost, self.row_block,
         )  # fmt: skip
         keys = enumerate(product(self.sides, self.heights))
-        return {(side, tile): Tiles(tile, *made[4 * i : 4 * i + 4]) for i, (side, tile) in keys}
+        tiles = {}
+        for i, (side, tile) in keys:
+            lines_of_entry = None if live_blocks is None else live_blocks / max(1, sizes[3 * i])
+            differ = lines_differ(self.block, tile, lines_of_entry)
+            lines, entries, units, cuts = made[4 * i : 4 * i + 4]
+            tiles[side, tile] = Tiles(tile, lines, entries, units, cuts, differ)
+        return tiles
 
 
 @outside_transforms_or_traced

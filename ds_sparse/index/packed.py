@@ -426,7 +426,7 @@ class PackedIndex(OnDevice):
 
         def make() -> dict[str, Tiles]:
             plan = TilePlan(self._bits(cut), len(self.spans), self.block, [tile], bounded=True)
-            made = plan.fill(len(plan.bits), [self.capacity[int(cut)]], self.lost)
+            made = plan.fill(len(plan.bits), [self.capacity[int(cut)]], lost=self.lost)
             return {side: tiles for (side, _), tiles in made.items()}
 
         return self._once(("tiles", tile, cut), make, self._instead(causal))[side]

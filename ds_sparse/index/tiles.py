@@ -10,6 +10,18 @@ import torch
 SIDES = ("rows", "columns")
 
 
+MOST_IN_COMMON = {32: 0.7, 64: 0.9}
+"""By the tokens of a block: of the pairs of a tile's lines and of the blocks that any of them sees, those that are
+live. With fewer of them halves are walked faster (docs/lab-notebook.md)."""
+
+
+def lines_differ(block: int, tile: int, lines_of_entry: float | None) -> bool:
+    """`Tiles.lines_differ`, of the mean number of lines that see an entry; None: nobody knows it, as where a model
+    chooses blocks."""
+    most = MOST_IN_COMMON.get(block, 0.0)
+    return most > 0 if lines_of_entry is None else lines_of_entry < most * (tile // block)
+
+
 @dataclass(frozen=True, eq=False)
 class Tiles:
     """The live blocks of a layout from one side, packed into tiles. All tensors are int32.
@@ -43,6 +55,8 @@ class Tiles:
             from 0 through all tiles that are cut, ascending. Units of a head are together, the longest first.
         cuts: (K, 3). The tiles that are cut: tile, first part, number of parts. What the parts give is put together in
             that order.
+        lines_differ: whether the two halves of a tile's lines have so little in common that each is better walked by
+            itself, where a kernel can do either.
     """
 
     tile: int
@@ -50,6 +64,7 @@ class Tiles:
     entries: torch.Tensor
     units: torch.Tensor
     cuts: torch.Tensor
+    lines_differ: bool = False
 
     def tile_of_entries(self, count: int) -> torch.Tensor:
         """The tile that each entry is of, int64 (E), `count` being how many tiles there are."""

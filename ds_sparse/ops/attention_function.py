@@ -89,10 +89,11 @@ def walk_of(index: BlockIndex, dense: Tensor, forced: str | None = None) -> Walk
     """The walk of a call on dense operands. forced: as of `dispatch.choose`."""
     chosen = choose("block_sparse_attention", call_on(index, dense), forced)
     tile = chosen.tile(index.block)
-    rows, columns = (lists_of_tiles(index.tiles(side, tile)) for side in SIDES)
+    tiles = [index.tiles(side, tile) for side in SIDES]
+    rows, columns = map(lists_of_tiles, tiles)
     sizes = index.heads_of_sequence, index.block, tile
     ends = chosen.name, index.bounded, index.by_sequence
-    return Walk((*rows, *sizes), (*rows, *columns, *sizes), ends)
+    return Walk((*rows, *sizes), (*rows, *columns, *sizes), ends, tiles[0].lines_differ)
 
 
 def attend(call: AttentionCall, index: BlockIndex | MasterLayout, walk: Walk | None = None) -> tuple[Tensor, Tensor]:
@@ -162,7 +163,7 @@ def _run(index: Any, walk: Walk | None, numbers: tuple[Any, ...], *tensors):
         return attention_forward(index, *tensors, *numbers)
     index.ready()
     # Its only overload, which a call without `default` would look for.
-    return ops.block_attention_forward.default(*tensors, *walk.rows, *numbers, *walk.ends)
+    return ops.block_attention_forward.default(*tensors, *walk.rows, *numbers, *walk.ends, walk.rows_differ)
 
 
 def attention_backward(

@@ -70,6 +70,7 @@ class Walk(NamedTuple):
         both: what backward takes: the lists of rows, those of columns, and the same numbers.
         ends: what both take last: the implementation's name; of attention on blocks also whether sizes are bounded, and
             whether layouts are those of sequences.
+        rows_differ: of attention on blocks, what forward takes after these: `Tiles.lines_differ` of rows.
         function: the autograd function.
         apply: what of it runs: all, or forward alone where no gradient is wanted.
         in_place: whether the operands are read where they are, and hold something.
@@ -81,6 +82,7 @@ class Walk(NamedTuple):
     rows: tuple[Any, ...] = ()
     both: tuple[Any, ...] = ()
     ends: tuple[Any, ...] = ()
+    rows_differ: bool = False
     function: Any = None
     apply: Any = None
     in_place: bool = False

@@ -235,3 +235,14 @@ def test_made_on_the_gpu_they_equal_those_made_on_the_cpu(block: int):
     for side in ("rows", "columns"):
         for name in TENSORS:
             assert torch.equal(getattr(there.tiles(side), name).cpu(), getattr(here.tiles(side), name)), name
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_lines_that_have_little_in_common_are_told(block: int):
+    """As kernels walk their halves apart, but for blocks that are too small to gain."""
+    random, alike = torch.rand(48, 48, generator=seeded()) < 0.1, torch.eye(6, dtype=torch.bool)
+    alike = alike.repeat_interleave(8, 0).repeat_interleave(8, 1)
+    assert rows_of(random, block, 128).lines_differ == (block > 16)
+    assert not rows_of(alike, block, 128).lines_differ
+    bounded = BlockIndex.build(alike, block, capacity=int(alike.sum())).tiles("rows", 128)
+    assert bounded.lines_differ == (block > 16), "nobody knows, and what models choose differs"

@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,6 +153,31 @@ def test_cut_lists_with_options(device: str, option: str | int):
     more = {"key_padding_mask": keeps} if option == "padding" else {}
     options = {"dropout_p": 0.2} if option == "dropout" else {}
     check(device, torch.bfloat16, live, more=more, options=options, **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("differ", [False, True])
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_halves_of_a_tile_are_walked_apart_or_together(block: int, differ: bool):
+    """Of lists that are cut, of tiles without a step, with keys that do not exist and more queries than a block row."""
+    if not is_hopper("cuda"):
+        pytest.skip("a tile has two halves on Hopper alone")
+    live = torch.rand(2, 3072 // block, 3072 // block, generator=seeded()) < 0.1
+    live[0, 4], live[1, 8:16], live[:, :, 3] = True, False, True
+    index = BlockIndex.build(live.cuda(), block)
+    index._made["rows", 128] = replace(index.tiles("rows", 128), lines_differ=differ)
+    for causal, tokens, growth in itertools.product((False, True), (3072, 3065), (1, 30)):
+        tensors = operands_of(live, block, tokens, tokens, head_dim=128, batch=1, dtype=torch.bfloat16)
+        tensors["query"] *= growth
+        tensors["key_padding_mask"] = torch.rand(1, tokens, generator=seeded()) < 0.7
+        wide = {name: x.cuda() if x.dtype == torch.bool else x.cuda().double() for name, x in tensors.items()}
+        wanted, lse = reference.attention(**wide, layout=live.cuda(), block=block, causal=causal, return_lse=True)
+        given = {name: x.cuda() for name, x in tensors.items()}
+        found, found_lse = block_sparse_attention(
+            **given, layout=index.causal() if causal else index, causal=causal, return_lse=True
+        )
+        torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=0.03)
+        torch.testing.assert_close(found_lse.double(), lse.double(), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -350,7 +350,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
         state.get()};
     if (on_hopper) {
       if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
-        forward_on_hopper(launch, p, query, key, value, output, copies);
+        forward_on_hopper(launch, p, query, key, value, output, copies, call.rows_differ);
       }
     } else {
       const int64_t blocks = copies * lists.num_work_tiles * lists.sub_tiles * (kHeadDim / kOutputColumns<kHeadDim>);

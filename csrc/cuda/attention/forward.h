@@ -28,6 +28,6 @@ struct Forward {
 template <class T>
 void forward_on_hopper(
     const Launcher& launch, const Forward<T>& p, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& output, int64_t copies);
+    const Tensor& output, int64_t copies, bool rows_differ);
 
 }  // namespace ds_sparse::attention

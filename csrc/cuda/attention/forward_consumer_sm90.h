@@ -12,13 +12,13 @@ namespace ds_sparse::attention {
 
 // A warp of the consumer warpgroups: where it is in its pipelines, and what it knows of its rows. Sums stay in arrays
 // of their own.
-template <class T, int kHeadDim, Scores kScores>
+template <class T, int kHeadDim, Scores kScores, class M>
 struct ForwardConsumer {
-  using M = ForwardMemory<T, kHeadDim, kScores>;
   static constexpr bool kPlain = are_plain(kScores), kLimited = M::kLimited, kMayBeBiased = may_be_biased(kScores);
   static constexpr int kBlockN = M::kBlockN;
-  // With one consumer group a warpgroup multiplies the last probabilities and values while it does a softmax.
-  static constexpr bool kOverlaps = M::Tuning::kConsumerGroups == 1;
+  // A warpgroup multiplies the last probabilities and values while it does a softmax; and the first scores of a work
+  // tile while it ends the last, if that may still have its stage.
+  static constexpr bool kOverlaps = M::kOverlaps, kOverlapsWork = kOverlaps && M::kWorkStages > 1;
   using Output = float[kHeadDim / 2];
   using ScoresOfStep = float[kBlockN / 2];
   using Probs = uint32_t[kBlockN / 16][4];
@@ -34,7 +34,7 @@ struct ForwardConsumer {
   const float rescale_threshold = 8 / softmax_scale_log2;
   const bool drops = attention::drops<kScores>(p.scoring);
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
-  const Turns<kOverlaps> turns{warpgroup};
+  const Turns<kOverlaps && !M::kByHalves> turns{warpgroup};
   PipelineState<M::kStages> pipe;
   PipelineState<M::kWorkStages> work_pipe;
 
@@ -45,7 +45,7 @@ struct ForwardConsumer {
   bool owes = false;
   PipelineState<M::kStages> last;
   int summed_stage = -1;
-  const GmmaDescriptor all_queries{memory.queries[0][0] + 64 * warpgroup * kPanel};
+  const GmmaDescriptor all_queries{memory.queries[0][0] + (M::kByHalves ? 0 : 64 * warpgroup * kPanel)};
   const GmmaDescriptor keys{memory.stages[0].keys}, values{memory.stages[0].values, sizeof(memory.stages[0].values[0])};
 
   __device__ __forceinline__ ForwardConsumer(const Forward<T>& p, M& memory, int consumer_group)
@@ -57,7 +57,7 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ void multiply_scores(ScoresOfStep& scores, const GmmaDescriptor& queries) const {
     warpgroup_arrive();
-    multiply_rows<T, kHeadDim, kBlockN, kBlockN>(
+    multiply_rows<T, kHeadDim, kBlockN, kBlockN, M::kRows>(
         scores, queries, keys + uniform(pipe.index * sizeof(memory.stages[0])));
     warpgroup_commit_batch();
   }
@@ -110,13 +110,26 @@ struct ForwardConsumer {
       named_barrier_sync<128>(3 + kConsumerWarpgroups * consumer_group + warpgroup);
       auto& panels = memory.queries[summed_stage];
       store_warp_tile_to_panels<kHeadDim>(
-          panels[0] + warp_tile_row(own_thread) * kPanel, kHopperBlockM * kPanel, output, factor0, factor8);
-      if (lane % 4 == 0) {
+          panels[0] + warp_tile_row(own_thread) % M::kRows * kPanel, M::kRows * kPanel, output, factor0, factor8);
+      if constexpr (M::kByHalves) {
+        if (lane % 4 == 0) {
+          store_row_max_sum(work, tile_row0, stats0);
+          store_row_max_sum(work, tile_row0 + 8, stats8);
+        }
+      } else if (lane % 4 == 0) {
         memory.row_max_sums[summed_stage][tile_row0] = stats0;
         memory.row_max_sums[summed_stage][tile_row0 + 8] = stats8;
       }
     }
     warp_arrive(memory.work_empty[summed_stage], lane);
+  }
+
+  __device__ __forceinline__ void store_row_max_sum(const WorkTile& work, int tile_row, const RowMaxSum& row) const {
+    const int token = memory.work_items[summed_stage].tokens[tile_row];
+    if (token >= 0) {
+      p.row_max_sums[work.matrix * p.scoring.queries + token] = row;
+      p.lse[work.matrix * p.scoring.queries + token] = row.lse();
+    }
   }
 
   // Sums are the present work tile's from here on.
@@ -191,8 +204,8 @@ struct ForwardConsumer {
         aside[i] = output[i];
       }
     }
-    multiply_warp_tile<T, kHeadDim, kBlockN>(
-        scores, memory.queries[work_pipe.index], warp_tile, memory.stages[pipe.index].keys);
+    multiply_warp_tile<T, kHeadDim, kBlockN, M::kRows>(
+        scores, memory.queries[work_pipe.index], warp_tile % M::kRows, memory.stages[pipe.index].keys);
     const bool scaled = mask(scores, live);
     const bool moves = update_row_max(scores, scaled, rescale0, rescale8);
     sums = exponentiate(scores, scaled);
@@ -318,8 +331,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ void run_work_tile(Output& output, ScoresOfStep& scores, Probs& probs) {
     const GmmaDescriptor queries = all_queries + uniform(work_pipe.index * sizeof(memory.queries[0]));
     const int steps = uniform(item().steps);
-    bool begins = kOverlaps;
-    if constexpr (!kOverlaps) {
+    bool begins = kOverlapsWork;
+    if constexpr (!kOverlapsWork) {
       begin(output);
     }
     LiveGroups live{0};
@@ -343,7 +356,7 @@ struct ForwardConsumer {
       last = pipe;
       owes = true;
     }
-    if constexpr (!kOverlaps) {
+    if constexpr (!kOverlapsWork) {
       settle(output, probs);
       store_results(output);
       summed_stage = -1;
@@ -355,10 +368,9 @@ struct ForwardConsumer {
 };
 
 // The consumer warpgroups: products, softmax, results.
-template <class T, int kHeadDim, Scores kScores>
-__device__ __forceinline__ void run_consumer(
-    const Forward<T>& p, ForwardMemory<T, kHeadDim, kScores>& memory, int consumer_group) {
-  using C = ForwardConsumer<T, kHeadDim, kScores>;
+template <class T, int kHeadDim, Scores kScores, class M>
+__device__ __forceinline__ void run_consumer(const Forward<T>& p, M& memory, int consumer_group) {
+  using C = ForwardConsumer<T, kHeadDim, kScores, M>;
   C consumer(p, memory, consumer_group);
   typename C::Output output;
   typename C::ScoresOfStep scores;

@@ -18,15 +18,20 @@ struct alignas(kPanelAlignment) ForwardMemory
   static constexpr PairBias kPairBias = pair_bias_of(kScores);
   static constexpr bool kHasPairBias = have_pair_bias(kScores);
   static constexpr int kBlockN = Tuning::kBlockN, kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages;
+  // Rows that a consumer group has of a tile: all, or, with one warpgroup, half of them.
+  static constexpr bool kByHalves = Tuning::kWarpgroups == 1;
+  static constexpr int kRows = 64 * Tuning::kWarpgroups, kGroupThreads = 2 * kRows;
+  static constexpr bool kOverlaps = kByHalves || Tuning::kConsumerGroups == 1;
+  static constexpr int kThreads = kHopperThreads<Tuning::kConsumerGroups, kGroupThreads>;
   static constexpr bool kLimited = are_limited(kScores), kPacked = are_packed(kScores);
   struct Stage {
     Panels<T, kHeadDim, kBlockN> keys, values;
   };
-  Panels<T, kHeadDim, kHopperBlockM> queries[kWorkStages];  // then the work tile's results
+  Panels<T, kHeadDim, kRows> queries[kWorkStages];  // then the work tile's results
   Stage stages[kStages];
   Octet groups[kStages][kBlockN / 16];
   LiveGroups live[kStages][LiveGroupFinder::kWarpTiles];
-  RowMaxSum row_max_sums[kWorkStages][kHopperBlockM];  // of results
+  RowMaxSum row_max_sums[kWorkStages][kByHalves ? 1 : kRows];  // of results
   alignas(16) PairsOfStep<kBlockN, kLimited> pairs[kStages];
   WorkItemOf<kLimited> work_items[kWorkStages];
   Barrier work_full[kWorkStages], q_full[kWorkStages],

@@ -34,7 +34,7 @@ struct Turns {
 
 // Sums (64 x kBlockN) of a warpgroup: 64 of its tile's rows times kBlockN rows, in panels of kTokens, over kHeadDim
 // columns.
-template <class T, int kHeadDim, int kBlockN, int kTokens>
+template <class T, int kHeadDim, int kBlockN, int kTokens, int kRows = kHopperBlockM>
 __device__ __forceinline__ void multiply_rows(
     float (&sums)[kBlockN / 2], const GmmaDescriptor& left, const GmmaDescriptor& right) {
   constexpr int tile_row = kPanel * sizeof(T);
@@ -42,8 +42,8 @@ __device__ __forceinline__ void multiply_rows(
   for (int k = 0; k < kHeadDim / 16; ++k) {
     // Panels of 64 columns, and 16 columns within them.
     Wgmma<T>::template from_shared<kBlockN, true>(
-        sums, left.from(k / 4 * kHopperBlockM * tile_row + k % 4 * 32),
-        right.from(k / 4 * kTokens * tile_row + k % 4 * 32), k > 0);
+        sums, left.from(k / 4 * kRows * tile_row + k % 4 * 32), right.from(k / 4 * kTokens * tile_row + k % 4 * 32),
+        k > 0);
   }
 }
 
@@ -60,9 +60,9 @@ __device__ __forceinline__ void multiply_columns(
 
 // The same for a warp by itself, and as slowly as products without wgmma are: sums (16 x kBlockN) of its rows, which
 // begin at `row`, in the order that wgmma leaves them in.
-template <class T, int kHeadDim, int kBlockN>
+template <class T, int kHeadDim, int kBlockN, int kRows>
 __device__ __forceinline__ void multiply_warp_tile(
-    float (&sums)[kBlockN / 2], const Panels<T, kHeadDim, kHopperBlockM>& left, int tile_row,
+    float (&sums)[kBlockN / 2], const Panels<T, kHeadDim, kRows>& left, int tile_row,
     const Panels<T, kHeadDim, kBlockN>& right) {
   const int lane = threadIdx.x % 32;
 #pragma unroll

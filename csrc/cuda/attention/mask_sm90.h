@@ -83,6 +83,9 @@ struct LiveGroupFinder {
     }
   }
 
+  // The owners in a half of the tile: of a warpgroup's rows. By a whole warp.
+  __device__ __forceinline__ uint32_t of_half(int half) const { return __shfl_sync(0xffffffffu, warpgroup, 4 * half); }
+
   // `group`: in lane g the g-th. kTellsPart: of those that are ragged, whether a bias alone makes them so.
   template <int kGroups, bool kTellsPart, bool kLimited>
   __device__ __forceinline__ LiveGroups find(const Octet& group, const GroupMask<kLimited>& group_mask) const {

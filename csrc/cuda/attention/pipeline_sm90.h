@@ -58,6 +58,7 @@ struct Listed {
   uint32_t entry;
   int2 span;
 
+  __device__ __forceinline__ explicit Listed(uint32_t entry) : entry(entry), span{0, 0} {}
   __device__ __forceinline__ Listed(const OtherSide<kTokens, kPacked>& other, int step) : span{0, 0} {
     const int number = min(place_of_group(step) >> other.log_block, other.num_entries - 1);
     entry = other.entries[number];
@@ -69,6 +70,57 @@ struct Listed {
   // Among the tokens of all entries.
   static __device__ __forceinline__ int place_of_group(int step) {
     return step * kTokens + threadIdx.x % (kTokens / 16) * 16;
+  }
+};
+
+// Of a work tile's entries those that have an owner in one half of its rows, one after the other, by a whole warp.
+struct EntriesOfHalf {
+  const uint32_t* entries;
+  int num_entries;
+  uint32_t owners;
+  int first = 0;
+  uint32_t ahead, entry = 0, left = 0;  // a lane's entry of the next 32 and of these; which of them are to come
+
+  __device__ __forceinline__ EntriesOfHalf(const uint32_t* entries, int num_entries, uint32_t owners)
+      : entries(entries), num_entries(num_entries), owners(owners), ahead(load()) {}
+
+  __device__ __forceinline__ int count() const {
+    int owned = 0;
+    for (int number = threadIdx.x % 32; number < num_entries; number += 32) {
+      owned += (owners_of(entries[number]) & owners) != 0;
+    }
+    return __reduce_add_sync(0xffffffffu, owned);
+  }
+  // 0, which nobody owns, where there is no other.
+  __device__ __forceinline__ uint32_t next() {
+    while (left == 0) {
+      if (first >= num_entries) {
+        return 0;
+      }
+      entry = ahead;
+      first += 32;
+      ahead = load();
+      left = __ballot_sync(0xffffffffu, (owners_of(entry) & owners) != 0);
+    }
+    const int lane = __ffs(left) - 1;
+    left &= left - 1;
+    return __shfl_sync(0xffffffffu, entry, lane);
+  }
+  // A step's, each in the lanes of its groups of 16 tokens.
+  template <int kTokens>
+  __device__ __forceinline__ uint32_t next_of_step(int log_block) {
+    uint32_t mine = 0;
+    for (int number = 0; number < kTokens >> log_block; ++number) {
+      const uint32_t its = next();
+      mine = static_cast<int>(threadIdx.x % (kTokens / 16)) * 16 >> log_block == number ? its : mine;
+    }
+    return mine;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t load() const {
+    const int number = first + static_cast<int>(threadIdx.x % 32);
+    return number < num_entries ? entries[number] : 0;
   }
 };
 

@@ -23,20 +23,25 @@ using namespace hopper;
 // A consumer group is kConsumerWarpgroups, with the scheduler and producer warps that serve them; the consumer groups
 // of a thread block have nothing to do with each other.
 constexpr int kConsumerGroupThreads = 128 * kConsumerWarpgroups;
-template <int kConsumerGroups>
-constexpr int kHopperThreads = kConsumerGroups * kConsumerGroupThreads + 128;
+template <int kConsumerGroups, int kGroupThreads = kConsumerGroupThreads>
+constexpr int kHopperThreads = kConsumerGroups * kGroupThreads + 128;
 
 // Runs the threads' roles: consume(consumer_group), with kConsumerRegisters each, and for each of the other roles, with
 // kProducerRegisters, a warp for each consumer group.
-template <int kConsumerGroups, int kProducerRegisters, int kConsumerRegisters, class M, class... C>
+template <
+    int kConsumerGroups, int kProducerRegisters, int kConsumerRegisters, int kGroupThreads = kConsumerGroupThreads,
+    class M, class... C>
 __device__ __forceinline__ void run_roles(const M& consume, const C&... others) {
   static_assert(kConsumerGroups * sizeof...(others) <= 4);
-  if (threadIdx.x < kConsumerGroups * kConsumerGroupThreads) {
+  // What a thread block begins with: its warps would wait for ever for more.
+  constexpr int consumers = kConsumerGroups * kGroupThreads, threads = consumers + 128;
+  static_assert(consumers * kConsumerRegisters + 128 * kProducerRegisters <= 65536 / threads / 8 * 8 * threads);
+  if (threadIdx.x < kConsumerGroups * kGroupThreads) {
     warpgroup_reg_alloc<kConsumerRegisters>();
-    consume(kConsumerGroups == 1 ? 0 : uniform(threadIdx.x / kConsumerGroupThreads));
+    consume(kConsumerGroups == 1 ? 0 : uniform(threadIdx.x / kGroupThreads));
   } else {
     warpgroup_reg_dealloc<kProducerRegisters>();
-    const int warp = uniform(threadIdx.x / 32 - kConsumerGroups * (kConsumerGroupThreads / 32));
+    const int warp = uniform(threadIdx.x / 32 - kConsumerGroups * (kGroupThreads / 32));
     int number = 0;
     ((warp / kConsumerGroups == number++ ? others(warp % kConsumerGroups) : void()), ...);
   }

@@ -44,7 +44,7 @@ template <int kHeadDim, bool kPlain, PairBias kBias = PairBias::kNone>
 struct ForwardTuning {
   // Short rows leave room for a second consumer group; half as many keys at a time leave registers for it, or for
   // options.
-  static constexpr int kConsumerGroups = kHeadDim == 64 && kPlain ? 2 : 1,
+  static constexpr int kConsumerGroups = kHeadDim == 64 && kPlain ? 2 : 1, kWarpgroups = kConsumerWarpgroups,
                        kBlockN = kHeadDim == 128 && kPlain && kBias == PairBias::kNone ? 128 : 64;
   // 128 KB of keys and values in all; with tiles, which take 16 KB each, or strips 144 KB at most.
   static constexpr int kStages = kBias == PairBias::kTile ? kHeadDim == 64 ? 2 : 3
@@ -57,6 +57,12 @@ struct ForwardTuning {
   static constexpr int kProducerWarps = kConsumerGroups == 1 ? 2 : 1;
   static constexpr int kProducerRegisters = kConsumerGroups == 1 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumerGroups == 1 ? 232 : 112;
+};
+
+// Where the halves of a tile have lists that differ, and long rows: a warpgroup for each, by itself.
+struct HalvesTuning {
+  static constexpr int kConsumerGroups = 2, kWarpgroups = 1, kBlockN = 64, kStages = 3, kWorkStages = 1;
+  static constexpr int kProducerWarps = 1, kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
 template <int kHeadDim, PairBias kBias = PairBias::kNone>
