@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..sequence.deal import check_ranks
-from ..sparsity import ChosenSparsityConfig
+from ..sparsity import ChosenSparsityConfig, MobaSparsityConfig, NativeSparsityConfig
 from ..tools.arguments import UsageError
 from ..tools.wording import listed
 from .advice import Advice, advise
@@ -49,7 +49,8 @@ class Layers:
         loaded: part of the scores in whole tiles.
         waste: part of what is computed that no live block has.
         milliseconds, dense_milliseconds: of attention in one layer.
-        reach: what tokens can find; None: every key.
+        reach: what tokens can find; None: every key, or what they choose.
+        by_means: they choose by means of blocks, or by compressed ones, which do not show single keys.
         takes_structure: they have no window of the model's own, which no entry of "layers" changes.
     """
 
@@ -63,6 +64,7 @@ class Layers:
     milliseconds: float
     dense_milliseconds: float
     reach: Reach | None
+    by_means: bool
     takes_structure: bool
 
     @property
@@ -271,5 +273,6 @@ def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Se
     parts = (walked.density, walked.computed, walked.loaded, walked.waste) if walked else (1.0, 1.0, 1.0, 0.0)
     layout = layout_of(kind, model, seq_len)
     reach = None if layout is None else reach_of(layout, kind.block)
+    by_means = isinstance(kind.structure, (MobaSparsityConfig, NativeSparsityConfig))
     of_kind = layers_in_words(kind.layers), kind.in_words(), len(kind.layers)
-    return Layers(*of_kind, *parts, sparse, dense, reach, kind.window is None)
+    return Layers(*of_kind, *parts, sparse, dense, reach, by_means, kind.window is None)

@@ -206,8 +206,11 @@ def _layers(plan: Plan) -> Iterator[str]:
 
 def _recall(plan: Plan) -> str:
     """What a token finds, by the layers that see most."""
-    if any(of.reach is None for of in plan.layers):
-        found = f"anything, in layers {next(of.layers for of in plan.layers if of.reach is None)}"
+    unbounded = [of for of in plan.layers if of.reach is None]
+    if sees_all := [of.layers for of in unbounded if not of.by_means]:
+        found = f"anything, in layers {sees_all[0]}"
+    elif unbounded:
+        found = "one fact anywhere, but few of thousands of values: blocks are chosen by their means"
     else:
         near, between = (max(numbers) for numbers in zip(*(of.reach for of in plan.layers if of.reach is not None)))
         found = f"what is up to {near:,} tokens away" if near else "what is in its block"
