@@ -76,7 +76,7 @@ def test_break_even_and_growth_print_their_own_summary(tmp_path, printed_again, 
     path = str(tmp_path / "rows.json")
     assert main(["bench", "attention", "--break-even", "--cases", "random-64-[19]0%", "--json", path]) == 0
     assert "density at which sdpa is as fast" in printed_again(path)
-    assert main(["bench", "attention", "--growth", "--cases", "8k,16k", "--json", path]) == 0
+    assert main(["bench", "attention", "--growth", "--cases", "8k,16k", "--json", path, "--force"]) == 0
     assert "x half" in printed_again(path)
 
 

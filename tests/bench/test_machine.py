@@ -49,7 +49,7 @@ def test_what_is_called_in_a_direction(direction, forwards, backwards):
 def test_conditions_name_the_machine():
     conditions = machine.conditions(torch.device("cpu"))
     assert set(conditions) == {"machine", "torch", "commit", "date"}
-    assert f"{torch.get_num_threads()} threads" in conditions["machine"]
+    assert f"{torch.get_num_threads()} thread" in conditions["machine"]
 
 
 def test_the_machine_is_named_with_what_it_has_for_16_bits(monkeypatch):

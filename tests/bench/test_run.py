@@ -188,7 +188,7 @@ def test_a_run_is_written_and_printed_again(shorter, tmp_path, printed_again, na
     path = tmp_path / "rows.json"
     assert main(["bench", *LINES[name].split(), "--json", str(path)]) == 0
     printed = printed_again(path)
-    assert " ".join(printed.split()).startswith(f"ds_sparse bench {LINES[name]} machine ") and "threads" in printed
+    assert " ".join(printed.split()).startswith(f"ds_sparse bench {LINES[name]} machine ") and " thread" in printed
     assert all(len(line) <= WIDTH for line in printed.splitlines())
     written = json.loads(path.read_text())
     assert written["torch"] == torch.__version__ and written["operation"] == name

@@ -123,7 +123,7 @@ def test_all_arms_go_on_from_one_base_and_finished_ones_are_not_trained_again(fo
     assert losses[1] == pytest.approx(losses[0], abs=0.2)
     assert base(None).length == 64
     monkeypatch.setattr(decoder.Bytes, "loss", lambda *_: pytest.fail("trains"))
-    assert main([*command, "indexer-512"]) == 0
+    assert main([*command, "indexer-512", "--force"]) == 0
     assert {case.arm: row for case, (row,) in load(str(path))[2]} == {
         arm: rows[arm] for arm in ("base-64", "indexer-512")
     }

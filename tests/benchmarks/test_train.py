@@ -238,7 +238,7 @@ def test_a_quick_run_compares_arms_and_trains_none_of_them_again(folder, tmp_pat
     assert f"{rows['bigbird-512']['held_out'] / rows['dense-512']['held_out']:.3f}" in line.split()
     assert "far loss" in printed
     monkeypatch.setattr(TokenTask, "loss", lambda *_: pytest.fail("trains"))
-    assert run(folder, "--json", path, *arms) == 0 and rows_of(path) == rows
+    assert run(folder, "--json", path, "--force", *arms) == 0 and rows_of(path) == rows
 
 
 def test_jobs_of_another_process_and_after_the_time_are_not_trained(folder, tmp_path, monkeypatch):

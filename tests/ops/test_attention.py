@@ -156,12 +156,11 @@ def test_cut_lists_with_options(device: str, option: str | int):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or not is_hopper("cuda"), reason="tiles have two halves on Hopper")
 @pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_halves_of_a_tile_are_walked_apart_or_together(block: int, differ: bool):
     """Of lists that are cut, of tiles without a step, with keys that do not exist and more queries than a block row."""
-    if not is_hopper("cuda"):
-        pytest.skip("a tile has two halves on Hopper alone")
     live = torch.rand(2, 3072 // block, 3072 // block, generator=seeded()) < 0.1
     live[0, 4], live[1, 8:16], live[:, :, 3] = True, False, True
     index = BlockIndex.build(live.cuda(), block)
