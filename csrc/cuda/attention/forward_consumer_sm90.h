@@ -1,6 +1,6 @@
-// The consumer warpgroups of the forward pass on Hopper: products, softmax, and results. Where a thread block has one
-// consumer group, a warpgroup multiplies the last probabilities and values while it does a softmax; where it has two,
-// there are warps enough that do one while others do the other.
+// The consumer warpgroups of the forward pass on Hopper: products, softmax, and results. Where a thread block has two
+// warpgroups, one multiplies its last probabilities and values while it does a softmax; where it has four, there are
+// warps enough that do one while others do the other.
 
 #pragma once
 

@@ -1,6 +1,8 @@
 // Fused attention, forward, on Hopper (scheduler_sm90.h). A work tile is 128 queries of one head against the keys and
 // values of its list, 128 at a time, or 64.
 
+#include <cstddef>
+
 #include "arguments.h"
 #include "forward_consumer_sm90.h"
 
@@ -18,6 +20,7 @@ __device__ __forceinline__ void run_scheduler(
   // Where a consumer group has half of a tile, two of them share tiles, and each has tickets of its own.
   const int half = M::kByHalves ? consumer_group % 2 : 0, first_row = half * M::kRows;
   if constexpr (M::kByHalves) {
+    static_assert(offsetof(PassState, column_tickets) == offsetof(PassState, row_tickets) + sizeof(int));
     scheduler.taken += half;
     consumer_group /= 2;
   }

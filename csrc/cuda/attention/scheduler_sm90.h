@@ -2,9 +2,10 @@
 //
 // A thread block stays on its multiprocessor and takes work tile after work tile, or each of its two consumer groups
 // does. A consumer group's two warpgroups multiply: they have 64 rows of the tile each, a warp tile of 16 for each
-// warp. Of the warps after them one is its scheduler, which writes what the next work tile is about (and, forward,
-// stores the results of the last); one or two are producers, which keep a pipeline of stages in shared memory full; or
-// (backward by rows) one warp has both roles.
+// warp; or, where halves of tiles are walked by themselves (HalvesTuning), each is a consumer group with one half. Of
+// the warps after them one is its scheduler, which writes what the next work tile is about (and, forward, stores the
+// results of the last); one or two are producers, which keep a pipeline of stages in shared memory full; or (backward
+// by rows) one warp has both roles.
 
 #pragma once
 

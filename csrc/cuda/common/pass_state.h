@@ -10,7 +10,8 @@ namespace ds_sparse {
 
 // All are 0 before a pass, and its last kernel leaves them so: nothing has to be set before the first one.
 struct PassState {
-  int row_tickets, column_tickets;  // of work tiles, by sweeps over rows and over columns
+  // Of work tiles, by sweeps over rows and over columns; or of the first and the second half of tiles, forward.
+  int row_tickets, column_tickets;
   int not_finite;                   // whether a sum is not finite
   int done;                         // thread blocks of the last kernel, where one is not
 };
