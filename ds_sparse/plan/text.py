@@ -215,7 +215,7 @@ def _recall(plan: Plan) -> str:
         near, between = (max(numbers) for numbers in zip(*(of.reach for of in plan.layers if of.reach is not None)))
         found = f"what is up to {near:,} tokens away" if near else "what is in its block"
         if between >= 0.5:
-            found += f", and farther what {counted(round(between), 'block')} in between can pass on"
+            found += f", and farther what {counted(max(1, round(between)), 'block')} in between can pass on"
     return f"a token finds {found}"
 
 

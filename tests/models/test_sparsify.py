@@ -14,6 +14,7 @@ from ds_sparse.models.families import Family, _registry, register_family
 from ds_sparse.models.layers import attention_layers
 from ds_sparse.models.report import Kind, describe
 from ds_sparse.modules.structured_attention import StructuredAttention
+from ds_sparse.tools import notices
 
 HEADS, TOKENS = 4, 64
 
@@ -139,7 +140,8 @@ def test_importing_it_does_not_import_transformers():
     assert done.stdout.strip() == "False"
 
 
-def test_global_blocks_beyond_the_layout_are_said(capsys):
+def test_global_blocks_beyond_the_layout_are_said(capsys, monkeypatch):
+    monkeypatch.setattr(notices, "_said", set())
     model = nn.ModuleDict({"self": nn.MultiheadAttention(32, 2, batch_first=True)})
     block = {"mode": "bslongformer", "block": 16, "global_block_indices": [0, 77]}
     ds_sparse.sparsify(model, block, max_seq_length=128)

@@ -164,7 +164,8 @@ def test_halves_of_a_tile_are_walked_apart_or_together(block: int, differ: bool)
     live = torch.rand(2, 3072 // block, 3072 // block, generator=seeded()) < 0.1
     live[0, 4], live[1, 8:16], live[:, :, 3] = True, False, True
     index = BlockIndex.build(live.cuda(), block)
-    index._made["rows", 128] = replace(index.tiles("rows", 128), lines_differ=differ)
+    for walked in (index, index.causal()):
+        walked._made["rows", 128] = replace(walked.tiles("rows", 128), lines_differ=differ)
     for causal, tokens, growth in itertools.product((False, True), (3072, 3065), (1, 30)):
         tensors = operands_of(live, block, tokens, tokens, head_dim=128, batch=1, dtype=torch.bfloat16)
         tensors["query"] *= growth
