@@ -12,8 +12,8 @@ namespace ds_sparse {
 struct PassState {
   // Of work tiles, by sweeps over rows and over columns; or of the first and the second half of tiles, forward.
   int row_tickets, column_tickets;
-  int not_finite;                   // whether a sum is not finite
-  int done;                         // thread blocks of the last kernel, where one is not
+  int not_finite;  // whether a sum is not finite
+  int done;        // thread blocks of the last kernel, where one is not
 };
 
 // A state for a pass. One that is captured in a CUDA graph has its own for good, as graphs may be replayed beside
