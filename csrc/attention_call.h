@@ -35,6 +35,7 @@ struct AttentionCall {
   bool causal;
   std::optional<Tensor> key_bias, rpe = {}, attn_mask = {}, dropout_seed = {};
   double dropout_p = 0;
+  double softcap = 0;  // scaled scores are softcap * tanh(score / softcap); 0: as they are
   std::optional<WindowTensors> window = {};
   std::optional<ChosenTensors> chosen = {};
   // Packed documents: int32 (N, 2), the first token of each block, and its number of tokens.

@@ -22,9 +22,9 @@ struct AttentionOperators {
       const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
       const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
       bool causal, double dropout_p, const std::string& implementation, bool bounded, bool by_sequence,
-      bool rows_differ) {
-    AttentionCall call{query, key,    value,    layout_heads, block,     tile,         implementation,
-                       scale, causal, key_bias, rpe,          attn_mask, dropout_seed, dropout_p};
+      bool rows_differ, double softcap) {
+    AttentionCall call{query,  key,      value, layout_heads, block,        tile,      implementation, scale,
+                       causal, key_bias, rpe,   attn_mask,    dropout_seed, dropout_p, softcap};
     call.bounded = bounded;
     call.by_sequence = by_sequence;
     call.rows_differ = rows_differ;
@@ -39,9 +39,9 @@ struct AttentionOperators {
       const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
       const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
       double scale, bool causal, double dropout_p, bool deterministic, const std::string& implementation, bool bounded,
-      bool by_sequence) {
-    AttentionCall call{query, key,    value,    layout_heads, block,     tile,         implementation,
-                       scale, causal, key_bias, rpe,          attn_mask, dropout_seed, dropout_p};
+      bool by_sequence, double softcap) {
+    AttentionCall call{query,  key,      value, layout_heads, block,        tile,      implementation, scale,
+                       causal, key_bias, rpe,   attn_mask,    dropout_seed, dropout_p, softcap};
     call.bounded = bounded;
     call.by_sequence = by_sequence;
     return backward(
@@ -74,9 +74,10 @@ struct AttentionOperators {
       const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_bias,
       const Tensor& limits, const std::optional<Tensor>& places, const Tensor& row_lines, const Tensor& row_entries,
       const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile,
-      int64_t num_global, double scale, bool causal, const std::string& implementation, bool bounded) {
+      int64_t num_global, double scale, bool causal, const std::string& implementation, bool bounded, double softcap) {
     AttentionCall call{query, key, value, layout_heads, block, tile, implementation, scale, causal, key_bias};
     call.window.emplace(WindowTensors{limits, places, num_global});
+    call.softcap = softcap;
     call.bounded = bounded;
     return forward(call, {row_lines, row_entries, row_units, row_cuts});
   }
@@ -87,9 +88,10 @@ struct AttentionOperators {
       const std::optional<Tensor>& places, const Tensor& row_lines, const Tensor& row_entries, const Tensor& row_units,
       const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries, const Tensor& column_units,
       const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile, int64_t num_global, double scale,
-      bool causal, bool deterministic, const std::string& implementation, bool bounded) {
+      bool causal, bool deterministic, const std::string& implementation, bool bounded, double softcap) {
     AttentionCall call{query, key, value, layout_heads, block, tile, implementation, scale, causal, key_bias};
     call.window.emplace(WindowTensors{limits, places, num_global});
+    call.softcap = softcap;
     call.bounded = bounded;
     return backward(
         call, {grad_output, std::nullopt, output, rows}, {row_lines, row_entries, row_units, row_cuts},
@@ -114,6 +116,12 @@ struct AttentionOperators {
   }
 
   static void check_call(const AttentionCall& call) {
+    const double softcap = call.softcap;
+    check(softcap >= 0 && softcap - softcap == 0, "softcap has to be 0 or more and finite, got ", softcap, ".");
+    check(softcap == 0 || call.query.is_cpu(), "softcap is ", softcap, "; on a GPU it has to be 0.");
+    check(
+        softcap == 0 || (!call.rpe && (!call.attn_mask || call.attn_mask->scalar_type() == ScalarType::Bool)),
+        "softcap is ", softcap, "; beside it there may be bool masks alone.");
     if (!call.window) {
       check_attention(
           call.query, call.key, call.value, call.rpe, call.key_bias, call.attn_mask, call.dropout_seed, call.dropout_p,

@@ -145,12 +145,14 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // it, contiguous: row_max, near or at a row's largest exponent, and row_sum, the sum of
   // exp(exponent - row_max), of which the backward passes make its probabilities: in lse, of both, a row_max such as
   // -10000 or -1e30 leaves little of the sum. A row with nothing left is zeros, its lse and row_max -inf. rows_differ:
-  // the block rows of a tile have little in common, which on Hopper decides how they are walked.
+  // the block rows of a tile have little in common, which on Hopper decides how they are walked. softcap: scaled scores
+  // are softcap * tanh(score / softcap) before they are masked; 0: as they are. On the CPU alone, with masks alone: no
+  // rpe, attn_mask bool, key_bias 0 or -inf.
   m.def(
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
       "Tensor row_cuts, SymInt layout_heads, int block, int tile, float scale, bool causal, float dropout_p, "
-      "str implementation, bool bounded=False, bool by_sequence=False, bool rows_differ=False) "
+      "str implementation, bool bounded=False, bool by_sequence=False, bool rows_differ=False, float softcap=0.0) "
       "-> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
@@ -162,7 +164,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, Tensor column_lines, "
       "Tensor column_entries, Tensor column_units, Tensor column_cuts, SymInt layout_heads, int block, int tile, "
       "float scale, bool causal, float dropout_p, bool deterministic, str implementation, bool bounded=False, "
-      "bool by_sequence=False) "
+      "bool by_sequence=False, float softcap=0.0) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // Sinks, a logit for each head in the denominators of its rows, added to what an operator of attention returned.
@@ -233,15 +235,15 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "window_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor limits, "
       "Tensor? places, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, "
-      "int block, int tile, int num_global, float scale, bool causal, str implementation, bool bounded=False) "
-      "-> (Tensor output, Tensor lse, Tensor rows)");
+      "int block, int tile, int num_global, float scale, bool causal, str implementation, bool bounded=False, "
+      "float softcap=0.0) -> (Tensor output, Tensor lse, Tensor rows)");
 
   m.def(
       "window_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, "
       "Tensor rows, Tensor? key_bias, Tensor limits, Tensor? places, Tensor row_lines, Tensor row_entries, "
       "Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, Tensor column_units, "
       "Tensor column_cuts, int layout_heads, int block, int tile, int num_global, float scale, bool causal, "
-      "bool deterministic, str implementation, bool bounded=False) "
+      "bool deterministic, str implementation, bool bounded=False, float softcap=0.0) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // values[r, n] = query[row of n] . key[column of n].   query (B, H, T, D), key (B, H, S, D), any strides -> (R, N)

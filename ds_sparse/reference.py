@@ -163,6 +163,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: tuple[int, int] = (0, 0),
     return_lse: bool = False,
+    softcap: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * query @ key^T + rpe + masks) @ value over the live blocks, with dropout after the softmax.
 
@@ -178,6 +179,7 @@ def attention(
         distance_bias: (H or 1, 2M - 1), what `bias_of_pairs` takes: it is added as rpe is.
         dropout_p, dropout_seed: what `dropout_keep` is asked; the seed and the offset.
         return_lse: whether to return each row's log of its sum of exponentials as well.
+        softcap: above 0, scaled scores are softcap * tanh(score / softcap), before anything is added.
 
     Returns:
         (B, H, T, D); with `return_lse` also (B, H, T), the log of each row's sum of exponentials before dropout, in
@@ -196,6 +198,7 @@ def attention(
     keys, shared_by = key.shape[2], heads // key.shape[1]
     key, value = key.repeat_interleave(shared_by, dim=1), value.repeat_interleave(shared_by, dim=1)
     scores = query @ key.transpose(-1, -2) * (head_dim**-0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     live = to_token_mask(as_bool_layout(layout), block)[:, query_offset : query_offset + tokens, :keys]
     if causal:
         live = live & torch.ones(tokens, keys, dtype=torch.bool, device=live.device).tril(query_offset)
@@ -790,11 +793,13 @@ def window_attention(
     dilations: tuple[int, ...] = (1,),
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T) @ value over what `window_mask` keeps.
 
     Args:
-        query, key, value, key_padding_mask, scale, sinks: as in `attention`, with as many key tokens as query tokens.
+        query, key, value, key_padding_mask, scale, sinks, softcap: as in `attention`, with as many key tokens as query
+            tokens.
         windows, causal, global_tokens, dilations: as in `window_mask`.
 
     Returns:
@@ -814,7 +819,7 @@ def window_attention(
     everything = torch.ones(1, 1, dtype=torch.bool, device=query.device)
     output = attention(
         query, key, value, everything, tokens, scale, key_padding_mask=key_padding_mask, attn_mask=mask[None],
-        sinks=sinks,
+        sinks=sinks, softcap=softcap,
     )  # fmt: skip
     assert isinstance(output, torch.Tensor)
     return output

@@ -19,6 +19,29 @@ static_assert(attention_rows(8) % softmax_rows == 0 && attention_rows(128) % sof
 
 DS_SPARSE_INLINE int64_t at_most(int64_t x, int64_t limit) { return x < limit ? x : limit; }
 
+// softcap * tanh(x / softcap); of small numbers a series, as 1 - e would keep few of their digits.
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> capped(Vec<C, W> x, C softcap) {
+  using V = Vec<C, W>;
+  V y = x / softcap;
+  if constexpr (sizeof(C) == 8) {
+    for (int i = 0; i < W; ++i) y[i] = __builtin_tanh(y[i]);
+  } else {
+    V size = y < 0 ? -y : y, square = y * y, e = exp_nonpositive<C, W>(size * -2), large = (1 - e) / (1 + e);
+    V series = y + y * square * (square * (square * C(-17.0 / 315) + C(2.0 / 15)) - C(1.0 / 3));
+    large = y < 0 ? -large : large;
+    y = size < C(0.2) ? series : large;
+  }
+  return y * softcap;
+}
+
+// The derivative of `capped` where it gave these numbers; 0 where they have been masked since.
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> cap_slope(Vec<C, W> capped, C softcap) {
+  Vec<C, W> y = capped / softcap;
+  return capped == -infinity<C> ? Vec<C, W>{} : Vec<C, W>(1 - y * y);
+}
+
 // One block of a bias, rows x columns of it as there are tokens; from is where they begin in it. The last bias is added
 // to the scores, (rows, b), with the sum of those before it, which is kept in `total` until then.
 template <class T, class C, int W>
@@ -154,13 +177,14 @@ static void attention_scores(
   using C = Compute<T>;
   int64_t block = strip.block, size = strip.rows * block;
   sdd(left, left_stride, strip.rows, panels, slots, count, block, strip.depth, scores);
-  C scale = C(strip.scale);
+  C scale = C(strip.scale), softcap = C(strip.softcap);
   int64_t rows = at_most(strip.rows, strip.row_end - strip.first);
   TokenRange seen = seen_by_all(strip);
   for (int64_t n = 0; n < count; ++n, scores += size) {
     for (int64_t i = 0; i < size; i += W) {
-      auto x = load<C, W>(scores + i) * scale;
-      store<C, W>(scores + i, x < lowest<C> ? broadcast<C, W>(lowest<C>) : x);
+      Vec<C, W> x = load<C, W>(scores + i) * scale;
+      x = x < lowest<C> ? broadcast<C, W>(lowest<C>) : x;
+      store<C, W>(scores + i, softcap > 0 ? capped<C, W>(x, softcap) : x);
     }
     int64_t column = blocks[n] * block, columns = at_most(block, strip.column_end - column);
     add_biases<T, W>(strip, column, rows, columns, scores, scratch);
@@ -340,7 +364,7 @@ static void attention_backward_of(
   constexpr int P = per_multiplicand<O>;
   int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip),
           width = column.width, left_stride = width / P;
-  C scale = C(strip.scale);
+  C scale = C(strip.scale), softcap = C(strip.softcap);
   C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
   // The gradients by the strip's rows, as multiplicands of them.
   O* grad_columns = P == 1 ? reinterpret_cast<O*>(grads) : reinterpret_cast<O*>(extra + 2 * step * size);
@@ -362,8 +386,8 @@ static void attention_backward_of(
           V multiplicand[P];
           for (int p = 0; p < P; ++p) {
             int64_t at = n * size + (r + p) * block;
-            V prob = exp_nonpositive<C, W>(load<C, W>(probs + at + c) - row_max) * inverse_sum,
-              grad = load<C, W>(grads + at + c);
+            V score = load<C, W>(probs + at + c), grad = load<C, W>(grads + at + c);
+            V prob = exp_nonpositive<C, W>(score - row_max) * inverse_sum;
             prob = nothing_left ? V{} : prob;
             V kept = prob;
             if (strip.dropout) {
@@ -372,7 +396,9 @@ static void attention_backward_of(
               grad = grad * factor;
             }
             // The gradient of its probability may be NaN.
-            multiplicand[p] = nothing_left ? V{} : V(prob * (grad - delta) * scale);
+            grad = prob * (grad - delta) * scale;
+            if (softcap > 0) grad *= cap_slope<C, W>(score, softcap);
+            multiplicand[p] = nothing_left ? V{} : grad;
             store_weights<O, W>(probs + at, c, kept);
             store_weights<O, W>(grads + at, c, multiplicand[p]);
           }

@@ -20,7 +20,7 @@ struct Attention {
   std::vector<BiasView> biases;
   std::optional<Dropout> dropout;
   int64_t block;
-  double scale;
+  double scale, softcap;
   bool causal;
   // Limits of live blocks token by token, (1 or H, T, 2) and (1 or H, T), and num_global; see AttentionRowStrip.
   const Tensor *limits = nullptr, *places = nullptr;
@@ -32,7 +32,13 @@ struct Attention {
   int64_t strip_rows = attention_rows(block);
 
   explicit Attention(const AttentionCall& call)
-      : query(call.query), key(call.key), value(call.value), block(call.block), scale(call.scale), causal(call.causal) {
+      : query(call.query),
+        key(call.key),
+        value(call.value),
+        block(call.block),
+        scale(call.scale),
+        softcap(call.softcap),
+        causal(call.causal) {
     for (const auto* bias : {&call.rpe, &call.attn_mask, &call.key_bias})
       if (*bias) biases.emplace_back(**bias, query.scalar_type(), bias == &call.rpe && (*bias)->dim() == 2);
     if (call.window) {
@@ -61,6 +67,7 @@ struct Attention {
         transposed ? keys : tokens,
         transposed ? tokens : keys,
         scale,
+        softcap,
         causal,
         of_head(limits),
         of_head(places),

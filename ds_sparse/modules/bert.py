@@ -156,13 +156,13 @@ def check_num_heads(structure: SparsityConfig, heads: int) -> None:
 
 
 VARIANTS = (
-    "output_attentions", "sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k",
+    "output_attentions", "sliding_window", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k",
     "seq_idx", "indices",
 )  # fmt: skip
 """Options of Transformers beyond self-attention under a mask, by its names; not computed here."""
 
 _NOT_COMPUTED = (
-    *VARIANTS, "head_mask", "encoder_hidden_states", "past_key_value", "past_key_values", "is_causal",
+    *VARIANTS, "softcap", "head_mask", "encoder_hidden_states", "past_key_value", "past_key_values", "is_causal",
 )  # fmt: skip
 
 

@@ -152,6 +152,8 @@ def refuse_options(
         return
     other, who = "leave it out, or take a structure with a layout", type(structure).__name__
     refused = [(name, other) for name in _NOT_COMPUTED if given.get(name) is not None]
+    if given.get("softcap"):
+        refused.append(("softcap", other))
     if document_layout != "own":
         refused.append((f"document_layout={document_layout!r}", "leave it out"))
     if _by_blocks(structure):

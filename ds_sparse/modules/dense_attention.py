@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 from ..index.packed import Documents
-from ..ops.operands import as_matrix
+from ..ops._library import check_softcap
+from ..ops.operands import as_matrix, capped
 
 _UNREAD = (
     "A dense layer computes packed documents one by one, and while a CUDA graph is captured nobody can read where they "
@@ -31,9 +32,11 @@ def dense_attention(
     dropout_p: float = 0.0,
     query_offset: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T + rpe) @ value over all keys that the masks keep; operands and options are those of
-    `StructuredAttention`, with an integer as `query_offset`. A distance_bias becomes a matrix of tokens by tokens.
+    `StructuredAttention`, with an integer as `query_offset`. A distance_bias becomes a matrix of tokens by tokens, and
+    with a softcap all scores are stored.
 
     Raises:
         ValueError: cu_seqlens with a mask, a bias or a query_offset, or for another number of tokens; distance_bias
@@ -51,7 +54,9 @@ def dense_attention(
         lengths = [n for n in row.lengths if n]
         # One call a document: a mask of all would be tokens by tokens.
         documents = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
-        options: dict[str, Any] = {"scale": scale, "causal": causal, "sinks": sinks, "dropout_p": dropout_p}
+        options: dict[str, Any] = {
+            "scale": scale, "causal": causal, "sinks": sinks, "dropout_p": dropout_p, "softcap": softcap,
+        }  # fmt: skip
         return torch.cat([dense_attention(*operands, **options) for operands in documents], 2)
     mask = attn_mask
     if key_padding_mask is not None:
@@ -60,13 +65,18 @@ def dense_attention(
         mask = _both(mask, rpe, query.dtype)
     if distance_bias is not None:
         mask = _both(mask, as_matrix(distance_bias, query.shape[2], key.shape[2])[None], query.dtype)
-    alone = causal and mask is None and sinks is None and not query_offset
+    alone = causal and mask is None and sinks is None and not query_offset and not softcap
     if causal and not alone and (query_offset or 0) < key.shape[2] - 1:  # else the first query sees all
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         mask = _both(mask, seen.tril(query_offset or 0), query.dtype)
     if sinks is not None:
         mask = _with_sinks(mask, sinks, query, key)
         key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
+    if softcap:  # a zero key's score is zero, capped too
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = capped(query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale), check_softcap(softcap))
+        scores = scores if mask is None else scores + _added(mask, scores.dtype)
+        return dropout(scores.softmax(-1, torch.float32).to(query.dtype), dropout_p) @ value
     return scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal=alone, scale=scale,
         enable_gqa=key.shape[1] != query.shape[1],

@@ -39,6 +39,7 @@ class LocalAttention(NamedTuple):
         sinks: torch.Tensor | None = None,
         query_offset: int | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        softcap: float = 0.0,
         **others: Any,
     ) -> torch.Tensor:
         if refused := given_options(others):
@@ -48,5 +49,5 @@ class LocalAttention(NamedTuple):
             )
         return window_attention(
             query, key, value, self.window, causal, key_padding_mask, scale=scale,
-            cu_seqlens=cu_seqlens, sinks=sinks, query_offset=query_offset,
+            cu_seqlens=cu_seqlens, sinks=sinks, query_offset=query_offset, softcap=softcap,
         )  # fmt: skip

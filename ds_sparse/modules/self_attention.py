@@ -293,6 +293,7 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
         distance_bias: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         """`forward` for any T, and with masks that say by their dtype what they mean.
 
@@ -303,6 +304,7 @@ class SparseSelfAttention(nn.Module):
             key_padding_mask: (B or 1, T); bool keeps where True, float is added.
             attn_mask: (T, T), or (B or 1, H or 1, T or 1, T); likewise.
             distance_bias: as in `forward`.
+            softcap: as of `block_sparse_attention`; `implementation="separate"` computes it on a GPU, too.
 
         Returns:
             (B, H, T, D); rows with nothing left are zeros.
@@ -313,7 +315,7 @@ class SparseSelfAttention(nn.Module):
         """
         return self.attention(
             query, key, value, dropout_p=self.attention_dropout if self.training else 0.0, rpe=rpe,
-            key_padding_mask=key_padding_mask, attn_mask=attn_mask, distance_bias=distance_bias,
+            key_padding_mask=key_padding_mask, attn_mask=attn_mask, distance_bias=distance_bias, softcap=softcap,
             learned=self._modules.get(LEARNED),
         )  # fmt: skip
 

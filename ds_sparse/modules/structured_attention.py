@@ -18,8 +18,9 @@ from ..index.master_layout import MasterLayout
 from ..index.packed import Documents
 from ..layout import as_bool_layout, crop, density, on_cpu, share_equal_heads
 from ..ops import MatMul, Softmax, block_sparse_attention
+from ..ops._library import check_softcap
 from ..ops.call import AttentionCall
-from ..ops.operands import of_flash
+from ..ops.operands import capped, of_flash
 from ..ops.softmax import as_additive
 from ..sparsity import ChosenSparsityConfig, SparsityConfig, adds_parameters
 from ..sparsity.declarations import declared_value
@@ -42,7 +43,7 @@ class SparseOps(NamedTuple):
     output: MatMul
 
 
-_OTHER_OPTIONS = frozenset({"scale", "dropout_p", "causal", "distance_bias", "sinks"})
+_OTHER_OPTIONS = frozenset({"scale", "dropout_p", "causal", "distance_bias", "sinks", "softcap"})
 """Options of a call that it hands on as they are."""
 
 
@@ -281,9 +282,12 @@ class StructuredAttention:
             padding = pad(padding, (0, missing), value=False if padding.dtype == torch.bool else float("-inf"))
         ops = self.ops(tokens, query.device)
         scores = ops.scores(query, key)
+        scale = head_dim**-0.5 if call.scale is None else call.scale
+        if check_softcap(call.softcap):
+            scores, scale = capped(scores * scale, call.softcap), 1.0
         probs = ops.softmax(
             scores,
-            scale=head_dim**-0.5 if call.scale is None else call.scale,
+            scale=scale,
             rpe=None if rpe is None else rpe.to(scores.dtype),
             causal=call.causal,
             **_softmax_mask("key_padding_mask", padding, scores.dtype),
@@ -480,7 +484,7 @@ def check_tokens(name: str, tokens: object) -> None:
         )
 
 
-def of_keys_or_pairs(mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def of_keys_or_pairs(mask: torch.Tensor | None) -> dict[str, Any]:
     """The argument of `StructuredAttention` for a mask that models give: (B, T) is about keys, any other about pairs of
     tokens."""
     return {} if mask is None else {"key_padding_mask" if mask.dim() == 2 else "attn_mask": mask}

@@ -79,6 +79,29 @@ def shapes_of(**operands: torch.Tensor) -> str:
     return ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
 
 
+def check_softcap(softcap: float) -> float:
+    """The soft cap of scores as a number.
+
+    Raises:
+        TypeError: no number.
+        ValueError: below 0, or not finite.
+    """
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap is {softcap!r}; it has to be a number, 0 for none.")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; it has to be 0, for none, or above it and finite.")
+    return softcap
+
+
+def refuse_softcap_on_gpu(softcap: float, device: torch.device) -> None:
+    """Raises ValueError for a soft cap on a device without a kernel for it."""
+    if softcap and device.type == "cuda":
+        raise ValueError(
+            f"softcap is {softcap}, and no kernel computes a soft cap on a GPU yet; compute attention in parts there, "
+            "by MatMul and Softmax, or leave it to PyTorch."
+        )
+
+
 def check_device(name: str, x: torch.Tensor, device: torch.device, other: str = "query") -> None:
     """Raises ValueError for x on another device than what is called `other`."""
     if x.device != device:

@@ -38,6 +38,7 @@ class Options(TypedDict, total=False):
     distance_bias: Tensor | None
     sinks: Tensor | None
     dropout_p: float
+    softcap: float
 
 
 Layout: TypeAlias = Tensor | BlockIndex | PackedIndex
@@ -87,6 +88,7 @@ def block_sparse_attention(
     distance_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    softcap: float = 0.0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * query @ key^T + rpe + masks) @ value on the live blocks.
@@ -145,6 +147,8 @@ def block_sparse_attention(
         sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
         dropout_p: share of the probabilities that are dropped after the softmax, 0 to below 1, in steps of 1/32768;
             random numbers are drawn from torch's generator of the device.
+        softcap: above 0, scaled scores are softcap * tanh(score / softcap) before masks, as in Gemma 2; on a CPU alone
+            yet, and beside bool masks alone.
         return_lse: whether to return each row's log of its sum of exponentials as well, before dropout; the sink's is
             in the sum.
 
@@ -181,12 +185,12 @@ def block_sparse_attention(
             (type(layout), None if tensor is None else tensor.shape, type(cu_seqlens)),
             (query, key, value),
             (key_padding_mask, attn_mask, rpe, distance_bias, sinks),
-            (block, document_layout, scale, causal, dropout_p, return_lse),
+            (block, document_layout, scale, causal, dropout_p, softcap, return_lse),
         )
         known = None if like is None else _known.get(like)
     call = AttentionCall(
         query, key, value, scale if known is None else known.scale, causal, key_padding_mask, attn_mask, rpe,
-        distance_bias, sinks, dropout_p,
+        distance_bias, sinks, dropout_p, softcap,
     )  # fmt: skip
     if query_offset is not None and cu_seqlens is None and document_layout == "own":
         like = signature_at(call, query_offset, layout, block)

@@ -105,7 +105,7 @@ def attend(call: AttentionCall, index: BlockIndex | MasterLayout, walk: Walk | N
     Returns:
         output (B, H, T, D), and lse (B, H, T).
     """
-    query, key, value, scale, causal, padding, mask, rpe, by_distance, sinks, dropout_p = call
+    query, key, value, scale, causal, padding, mask, rpe, by_distance, sinks, dropout_p, softcap = call
     in_place = walk is not None and walk.in_place
     if not in_place:
         if query.numel() == 0:
@@ -123,9 +123,8 @@ def attend(call: AttentionCall, index: BlockIndex | MasterLayout, walk: Walk | N
     if dropout_p > 0:
         seed = dropout_seed(query.device)
     apply = _Attention.apply if walk is None else walk.apply
-    output, lse, _ = apply(
-        query, key, value, bias, sinks, padding, mask, seed, index, walk, (scale, causal, float(dropout_p))
-    )
+    numbers = scale, causal, float(dropout_p), float(softcap)
+    output, lse, _ = apply(query, key, value, bias, sinks, padding, mask, seed, index, walk, numbers)
     if not in_place and (head_dim := call.query.shape[3]) % 8:
         output = output[..., :head_dim]
     return output, lse
@@ -154,7 +153,7 @@ def _bias(call: AttentionCall) -> Tensor:
 def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[Tensor, Tensor, Tensor]:
     """output, lse and the saved statistics of rows: `block_attention_forward` without the arguments of the index."""
     if isinstance(index, MasterLayout):
-        return ops.layout_attention_forward(*call, index.text)
+        return ops.layout_attention_forward(*call[:10], index.text, *call[10:])
     return _run(index, walk_of(index, call[0]), call[7:], *call[:7])
 
 
@@ -163,7 +162,9 @@ def _run(index: Any, walk: Walk | None, numbers: tuple[Any, ...], *tensors):
         return attention_forward(index, *tensors, *numbers)
     index.ready()
     # Its only overload, which a call without `default` would look for.
-    return ops.block_attention_forward.default(*tensors, *walk.rows, *numbers, *walk.ends, walk.rows_differ)
+    return ops.block_attention_forward.default(
+        *tensors, *walk.rows, *numbers[:3], *walk.ends, walk.rows_differ, *numbers[3:]
+    )
 
 
 def attention_backward(
@@ -171,13 +172,13 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, by `block_attention_backward`. forced: as of `dispatch.choose`."""
     if isinstance(index, MasterLayout):
-        return ops.layout_attention_backward(*call, index.text)
+        return ops.layout_attention_backward(*call[:15], index.text, *call[15:])
     return _run_backward(index, walk_of(index, call[2], forced), call[11:], *call[:11])
 
 
 def _run_backward(index: BlockIndex, walk: Walk, numbers: tuple[Any, ...], *tensors):
     index.ready()
-    return ops.block_attention_backward.default(*tensors, *walk.both, *numbers, *walk.ends)
+    return ops.block_attention_backward.default(*tensors, *walk.both, *numbers[:4], *walk.ends, *numbers[4:])
 
 
 def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> Tensor:
@@ -196,14 +197,14 @@ def _gradients(index: Any, walk: Walk | None, numbers: tuple[Any, ...], wanted: 
     grads: tuple[Tensor | None, ...] = (None, None, None)
     grad_bias, bias = None, saved[7]
     if any(wanted[:3]):
-        of_three = *numbers, torch.are_deterministic_algorithms_enabled()
+        of_three = *numbers[:3], torch.are_deterministic_algorithms_enabled(), numbers[3]
         if walk is None:
             grads = attention_backward(index, *saved, *of_three, forced=forced)
         else:
             grads = _run_backward(index, walk, of_three, *saved)
     if wanted[3]:
         bias_backward = distance_bias_backward if bias.dim() == 2 else attention_bias_backward
-        grad_bias = bias_backward(index, *saved, *numbers).to(bias.dtype)
+        grad_bias = bias_backward(index, *saved, *numbers[:3]).to(bias.dtype)
     return *grads, grad_bias
 
 

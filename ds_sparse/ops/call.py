@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from ..index.kernels import require_kernel
 from ._autograd import differentiable_once_in
-from ._library import check_inputs, check_scale, under_autocast
+from ._library import check_inputs, check_scale, check_softcap, refuse_softcap_on_gpu, under_autocast
 from .operands import check_attention_operands, check_bias, check_dropout, wide_dtype
 from .sinks import check_sinks
 
@@ -29,6 +29,7 @@ class AttentionCall(NamedTuple):
     distance_bias: Tensor | None = None
     sinks: Tensor | None = None
     dropout_p: float = 0  # of 0.0, a default, torch.compile makes a symbol where shapes are dynamic
+    softcap: float = 0  # of the scaled scores; 0: none
 
     def checked(self, operator: str = "block_attention_forward") -> AttentionCall:
         """Validates a call but for its index, and casts operands where autocast is on.
@@ -38,7 +39,7 @@ class AttentionCall(NamedTuple):
             ValueError: operands, masks, biases or numbers that do not fit together.
             RuntimeError: a device without the operator.
         """
-        query, key, value, scale, _, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p = self
+        query, key, value, scale, _, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p, _ = self
         check_inputs(query=query, key=key, value=value)
         query, key, value = under_autocast(query, key, value)
         check_attention_operands(query, key, value)
@@ -55,7 +56,17 @@ class AttentionCall(NamedTuple):
             check_sinks(sinks, query)
         if not query.is_cpu:
             require_kernel(operator, query.device)
-        return AttentionCall(query, key, value, scale, *self[4:])
+        return AttentionCall(query, key, value, scale, *self[4:-1], self._checked_softcap())
+
+    def _checked_softcap(self) -> float:
+        softcap = check_softcap(self.softcap)
+        if softcap and self.adds_floats:
+            raise ValueError(
+                f"softcap is {softcap}, and a mask or bias adds numbers to scores; beside a soft cap give bool masks "
+                "alone, or compute attention in parts, by MatMul and Softmax."
+            )
+        refuse_softcap_on_gpu(softcap, self.device)
+        return softcap
 
     @property
     def device(self) -> torch.device:

@@ -224,6 +224,11 @@ def as_added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return raised(x.to(torch.promote_types(x.dtype, dtype))).to(dtype).expand(shape)
 
 
+def capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Scaled scores within a soft cap, which is above 0."""
+    return softcap * torch.tanh(scores / softcap)
+
+
 def raised(x: torch.Tensor) -> torch.Tensor:
     """A bias, or a sum of some, that counts as no lower than LOWEST_BIAS; -inf stays. The gradient is that of x, as it
     is in kernels."""

@@ -50,26 +50,33 @@ class Operator(NamedTuple):
     fake: Callable[[Arguments], Any]
     flops: Callable[[Arguments], int] | None = None
     schema: str = ""
-    run: Callable[..., Any] | None = None
+    run: Callable[[Arguments], Any] | None = None
     one_by_one: bool = False
 
 
-def _of_text(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs what takes an index on that of a master layout, the last argument."""
+def _of_text(run: Callable[..., Any]) -> Callable[[Arguments], Any]:
+    """Runs what takes an index on that of a master layout."""
 
-    def run_on_index(x: Arguments, *call: Any) -> Any:
-        return run(MasterLayout.read(x.layout).index(x.query.shape[2], x.query.device, x.causal), *call[:-1])
+    def run_on_index(x: Arguments) -> Any:
+        index = MasterLayout.read(x.layout).index(x.query.shape[2], x.query.device, x.causal)
+        return run(index, *_others(x, {"layout"}))
+
+    return run_on_index
+
+
+def _of_numbers(run: Callable[..., Any]) -> Callable[[Arguments], Any]:
+    """Runs what takes an index on that of a window."""
+
+    def run_on_index(x: Arguments) -> Any:
+        index = index_of_window(x.query.shape[2], _numbers(x), x.query.device).ready()
+        return run(index, *_others(x, {"windows", "causal", "global_tokens", "dilations"}))
 
     return run_on_index
 
 
-def _of_numbers(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs what takes an index on that of a window, whose numbers are the last arguments."""
-
-    def run_on_index(x: Arguments, *call: Any) -> Any:
-        return run(index_of_window(x.query.shape[2], _numbers(x), x.query.device).ready(), *call[:-4])
-
-    return run_on_index
+def _others(x: Arguments, names: set[str]) -> list[Any]:
+    """The arguments without those of these names, in the order of the schema."""
+    return [given for name, given in vars(x).items() if name not in names]
 
 
 def _numbers(x: Arguments) -> WindowNumbers:
@@ -106,7 +113,7 @@ def _gradients(x: Arguments) -> tuple[Tensor, ...]:
 
 def _chosen(x: Arguments) -> Tensor:
     batch, _, tokens, _ = x.query.shape
-    return x.query.new_empty(batch, x.groups, _ceil_div(tokens, getattr(x, "query_block", 1)), x.k, dtype=torch.int32)
+    return x.query.new_empty(batch, x.groups, _ceil_div(tokens, x.query_block), x.k, dtype=torch.int32)
 
 
 def _dsd(x: Arguments) -> Tensor:
@@ -145,7 +152,7 @@ def _index_plan(x: Arguments) -> tuple[Tensor, Tensor]:
             sets += 1
             parts += [tiles, tiles, 4 * work, 3 * cuts]
         highest = max(1, x.tiles[-1] // block)
-        if highest > 1 and not (of_rows and _row_block(x)):
+        if highest > 1 and not (of_rows and x.row_block):
             parts += [2 * lines, lines, lines, 1, _ceil_div(lines, highest) * highest]
         size += sum(4 * _ceil_div(heads * part, 4) for part in parts)
     counts = x.bits.new_empty(NUMBERS + 8 * sets * heads, dtype=torch.int64)
@@ -154,12 +161,7 @@ def _index_plan(x: Arguments) -> tuple[Tensor, Tensor]:
 
 def _own_block(x: Arguments, of_rows: bool) -> int:
     """Tokens of a line."""
-    return _row_block(x) or x.block if of_rows else x.block
-
-
-def _row_block(x: Arguments) -> int | None:
-    """None: as `block`. Arguments at their defaults may be missing."""
-    return getattr(x, "row_block", None)
+    return x.row_block or x.block if of_rows else x.block
 
 
 LONGEST, LONGEST_OF_CHOSEN, MORE_PARTS_OF_CHOSEN, TILES_OF_PART, TILES_OF_CUT = 6, 3, 256, 4, 8
@@ -238,19 +240,19 @@ OPERATORS: dict[str, Operator] = {
         _wide("distances"),
         _flops.distances,
         f"({_SAVED}, Tensor distances, {_MASKS}, {_LISTS}) -> Tensor",
-        lambda x, *call: distance_bias_gradient(x),
+        distance_bias_gradient,
         one_by_one=True,
     ),
     "layout_attention_forward": Operator(
         _attention,
         _flops.attention_on_layout(_flops.FORWARD),
-        f"({_GIVEN}, Tensor? rpe, {_MASKS}, str layout) -> {_THREE}",
+        f"({_GIVEN}, Tensor? rpe, {_MASKS}, str layout, float softcap=0.0) -> {_THREE}",
         _of_text(attention_forward),
     ),
     "layout_attention_backward": Operator(
         _gradients,
         _flops.attention_on_layout(_flops.BACKWARD),
-        f"({_SAVED}, Tensor? rpe, {_MASKS}, bool deterministic, str layout) -> {_THREE}",
+        f"({_SAVED}, Tensor? rpe, {_MASKS}, bool deterministic, str layout, float softcap=0.0) -> {_THREE}",
         _of_text(attention_backward),
     ),
     "layout_attention_bias_backward": Operator(
@@ -282,7 +284,7 @@ OPERATORS: dict[str, Operator] = {
         _flops.choice,
         "(Tensor query, Tensor key, Tensor? keep, Tensor? positions, Tensor? ranges, SymInt offset, int block, int k, "
         f"str score, int groups, {_CHOICE}, int query_block) -> Tensor",
-        lambda x, *call: select(x),
+        select,
         one_by_one=True,
     ),
     "select_blocks_by_compression": Operator(
@@ -291,21 +293,21 @@ OPERATORS: dict[str, Operator] = {
         "(Tensor query, Tensor compressed, Tensor? seen, Tensor? keep, Tensor? positions, Tensor? ranges, "
         "SymInt offset, SymInt keys, int block, int k, int length, int stride, float scale, int groups, "
         f"{_CHOICE}) -> Tensor",
-        lambda x, *call: select_by_compression(x),
+        select_by_compression,
         one_by_one=True,
     ),
     "topk_attention_forward": Operator(
         empty_results,
         _flops.listed(1, 1),
         f"({_GIVEN}, {_LISTED}) -> {_THREE}",
-        lambda x, *call: run_forward(x),
+        run_forward,
         one_by_one=True,
     ),
     "topk_attention_backward": Operator(
         empty_gradients,
         _flops.listed(3, 2),
         f"({_SAVED}, {_LISTED}) -> {_THREE}",
-        lambda x, *call: run_backward(x),
+        run_backward,
         one_by_one=True,
     ),
     "window_matmul": Operator(
@@ -319,14 +321,14 @@ OPERATORS: dict[str, Operator] = {
     "window_numbers_forward": Operator(
         _attention,
         lambda x: _flops.attention_in_window(x, _numbers(x), _flops.FORWARD),
-        f"({_GIVEN}, Tensor? key_bias, float scale, {_NUMBERS}) -> {_THREE}",
+        f"({_GIVEN}, Tensor? key_bias, float scale, {_NUMBERS}, float softcap=0.0) -> {_THREE}",
         _of_numbers(window_attention_forward),
     ),
     "window_numbers_backward": Operator(
         _gradients,
         lambda x: _flops.attention_in_window(x, _numbers(x), _flops.BACKWARD),
         f"(Tensor grad_output, {_GIVEN}, Tensor output, Tensor rows, Tensor? key_bias, float scale, "
-        f"bool deterministic, {_NUMBERS}) -> {_THREE}",
+        f"bool deterministic, {_NUMBERS}, float softcap=0.0) -> {_THREE}",
         _of_numbers(window_attention_backward),
     ),
     "window_order": Operator(
@@ -334,7 +336,7 @@ OPERATORS: dict[str, Operator] = {
             torch.empty(_numbers(x).layout_heads, x.tokens, dtype=torch.long, device=x.device) for _ in range(2)
         ),
         schema=f"(SymInt tokens, {_NUMBERS}, Device device) -> (Tensor, Tensor)",
-        run=lambda x, *call: window_order(x.tokens, _numbers(x), x.device),
+        run=lambda x: window_order(x.tokens, _numbers(x), x.device),
     ),
     "token_matmul_sdd": Operator(
         lambda x: x.query.new_empty(
@@ -365,13 +367,16 @@ def _register(name: str, operator: Operator) -> None:
     full_name = add_op_namespace_prefix(name)
     if operator.schema:
         _library.define(name + operator.schema)
-    names = [argument.name for argument in getattr(ops, name).default._schema.arguments]
+    arguments = getattr(ops, name).default._schema.arguments
+    names = [argument.name for argument in arguments]
+    defaults = {argument.name: argument.default_value for argument in arguments}
 
     def named(call: tuple, by_name: dict) -> Arguments:
-        return SimpleNamespace(**dict(zip(names, call)), **by_name)
+        # Last arguments at their defaults are left out.
+        return SimpleNamespace(**{**defaults, **dict(zip(names, call)), **by_name})
 
     if (run := operator.run) is not None:
-        _library.impl(name, lambda *call: run(named(call, {}), *call), "CompositeExplicitAutograd")
+        _library.impl(name, lambda *call: run(named(call, {})), "CompositeExplicitAutograd")
     torch.library.register_fake(full_name, lambda *call, **by_name: operator.fake(named(call, by_name)))
     if (flops := operator.flops) is not None:
         register_flop_formula(getattr(ops, name), get_raw=True)(

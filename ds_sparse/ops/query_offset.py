@@ -32,7 +32,7 @@ from ..layout import with_heads
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, results_of_nothing
 from .call import AttentionCall
-from .operands import as_added, check_distance_bias, key_bias_of, matrices, raised, wide_dtype
+from .operands import as_added, capped, check_distance_bias, key_bias_of, matrices, raised, wide_dtype
 from .remembered import Remembered, Signature, Walk, signature
 
 FEW_QUERIES = 16
@@ -179,7 +179,7 @@ def signature_at(call: AttentionCall, offset: Any, layout: Any, block: int | Non
     offsets = offset if isinstance(offset, Tensor) else None
     if type(offset) is not int if offsets is None else offsets.is_cpu or offsets.device != call.query.device:
         return None
-    operands, options = (call.query, call.key, call.value), (block, call.scale, call.causal)
+    operands, options = (call.query, call.key, call.value), (block, call.scale, call.causal, call.softcap)
     return signature(type(layout), operands, (call.key_padding_mask, call.sinks, offsets), options)
 
 
@@ -315,7 +315,7 @@ def _is_native(call: AttentionCall) -> bool:
     """Tells if the native operator computes what the call asks for."""
     given = call.query, call.key, call.value, call.sinks
     padding, *others = call.biases
-    if call.dropout_p or call.query.is_meta or any(x is not None for x in others):
+    if call.dropout_p or call.softcap or call.query.is_meta or any(x is not None for x in others):
         return False
     if padding is not None and padding.dtype != torch.bool:
         return False
@@ -387,7 +387,9 @@ def _plainly(
         return x.unflatten(2, (-1, tokens)).flatten(1, 2)
 
     of_groups = None if all_seen else grouped(seen.expand(*query.shape[:3], -1))
-    scores = by_heads(_Product.apply(grouped(scaled), key.mT, of_groups, None)) + (raised(bias) if bias.dim() else bias)
+    scores = by_heads(_Product.apply(grouped(scaled), key.mT, of_groups, None))
+    scores = capped(scores, call.softcap) if call.softcap else scores
+    scores = scores + (raised(bias) if bias.dim() else bias)
     probs, lse = _softmax(scores.masked_fill(~seen, float("-inf")), seen, call.sinks)
     probs = dropout(probs, call.dropout_p) if call.dropout_p else probs
     output = by_heads(_Product.apply(grouped(probs), value, None, of_groups))

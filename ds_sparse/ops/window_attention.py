@@ -43,6 +43,7 @@ def window_attention(
     cu_seqlens: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     query_offset: int | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T) @ value, where token i sees tokens i + k * dilation for |k| <= window_size.
 
@@ -73,6 +74,7 @@ def window_attention(
         query_offset: the position of the first query among the keys, of which there may then be more, S in place of T:
             up to S - T, as while decoding. Keys before the first window are not read. Without global tokens,
             dilation, cu_seqlens and `WindowIndex`.
+        softcap: as of `block_sparse_attention`.
 
     Returns:
         (B, H, T, D) in query's dtype.
@@ -101,14 +103,14 @@ def window_attention(
             type(window_size),
             (query, key, value),
             (key_padding_mask, sinks, cu_seqlens),
-            (None if by_index else window_size, causal, global_tokens, dilation, scale),
+            (None if by_index else window_size, causal, global_tokens, dilation, scale, softcap),
         )
         known = None if like is None else _known.get(like)
     if known is not None and not is_built_anew(cu_seqlens):
         found: Any = window_size if known.layout is None else _index_of(known.layout, query, cu_seqlens)
         walk = known.walks.get(found)
         if walk is not None:
-            call = AttentionCall(query, key, value, known.scale, causal, key_padding_mask, sinks=sinks)
+            call = AttentionCall(query, key, value, known.scale, causal, key_padding_mask, sinks=sinks, softcap=softcap)
             return attend_in_window(call, found, walk)
     row = None
     if is_row(query, key, value, cu_seqlens is not None or by_index):
@@ -117,7 +119,7 @@ def window_attention(
             raise ValueError(known_twice("A WindowIndex"))
         check_row(*row[:3])
         query, key, value, cu_seqlens, *_ = row
-    call = AttentionCall(query, key, value, scale, causal, key_padding_mask, sinks=sinks)
+    call = AttentionCall(query, key, value, scale, causal, key_padding_mask, sinks=sinks, softcap=softcap)
     call = call.checked("window_attention_forward")
     tokens, keys = call.query.shape[2], call.key.shape[2]
     if query_offset is None:
@@ -170,7 +172,8 @@ def attend_in_window(call: AttentionCall, index: WindowIndex | WindowNumbers, wa
     if walk is None or not walk.in_place:
         query, key, value = readable(query), readable(key), readable(value)
     apply = _WindowAttention.apply if walk is None else walk.apply
-    output, _, _ = apply(query, key, value, None, call.sinks, key_bias, None, None, index, walk, (call.scale,))
+    numbers = call.scale, float(call.softcap)
+    output, _, _ = apply(query, key, value, None, call.sinks, key_bias, None, None, index, walk, numbers)
     output = output[..., :head_dim] if head_dim % 8 else output
     return output if order is None else _Ordered.apply(output, inverse, order)
 
@@ -281,30 +284,31 @@ class _Ordered(Function):
 def window_attention_forward(
     index: WindowIndex | WindowNumbers, *call, walk: Walk | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """output, lse and the saved statistics of rows: of query, key, value, key_bias and scale. walk: of the index's
-    blocks, if it is known."""
+    """output, lse and the saved statistics of rows: of query, key, value, key_bias, scale and softcap. walk: of the
+    index's blocks, if it is known."""
+    *tensors, scale, softcap = call
     if isinstance(index, WindowNumbers):
-        return ops.window_numbers_forward(*call, *index)
-    *tensors, scale = call
+        return ops.window_numbers_forward(*tensors, scale, *index, softcap)
     blocks = index.blocks.ready()
     walk = walk_of(blocks, call[0]) if walk is None else walk
     return ops.window_attention_forward.default(
-        *tensors, index.limits, index.places, *walk.rows, index.num_global, scale, index.causal, *walk.ends[:2]
-    )
+        *tensors, index.limits, index.places, *walk.rows, index.num_global, scale, index.causal, *walk.ends[:2],
+        softcap,
+    )  # fmt: skip
 
 
 def window_attention_backward(
     index: WindowIndex | WindowNumbers, *call, walk: Walk | None = None, forced: str | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value. forced: as of `dispatch.choose`."""
+    *tensors, scale, deterministic, softcap = call
     if isinstance(index, WindowNumbers):
-        return ops.window_numbers_backward(*call, *index)
-    *tensors, scale, deterministic = call
+        return ops.window_numbers_backward(*tensors, scale, deterministic, *index, softcap)
     blocks = index.ready().blocks.ready()
     walk = walk_of(blocks, call[1], forced) if walk is None else walk
     return ops.window_attention_backward.default(
         *tensors, index.limits, index.places, *walk.both, index.num_global, scale, index.causal, deterministic,
-        *walk.ends[:2],
+        *walk.ends[:2], softcap,
     )  # fmt: skip
 
 
@@ -322,7 +326,8 @@ def _run(index, walk, numbers, query, key, value, bias, key_bias, *_):
 
 def _gradients(index, walk, numbers, wanted, forced, grad_output, grad_lse, *call):
     *saved, _, key_bias, _, _ = call
-    given = grad_output, *saved, key_bias, *numbers, torch.are_deterministic_algorithms_enabled()
+    scale, softcap = numbers
+    given = grad_output, *saved, key_bias, scale, torch.are_deterministic_algorithms_enabled(), softcap
     return *window_attention_backward(index, *given, walk=walk, forced=forced), None
 
 

@@ -115,6 +115,10 @@ DECODERS = known(
         "mistral_local": (transformers.MistralForCausalLM, GROUPED | {"sliding_window": 11}),
         "qwen3": (transformers.Qwen3ForCausalLM, GROUPED),
         "gemma3": (transformers.Gemma3ForCausalLM, GROUPED | CAUSAL_LOCAL | {"query_pre_attn_scalar": 8}),
+        "gemma2": (
+            transformers.Gemma2ForCausalLM,
+            GROUPED | CAUSAL_LOCAL | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5},
+        ),
         "gpt_oss": (transformers.GptOssForCausalLM, GROUPED | CAUSAL_LOCAL | EXPERTS),
         "moshi": (transformers.MoshiForCausalLM, DECODER | {"head_dim": 8, "ffn_dim": 64}),
         "bert_decoder": (transformers.BertLMHeadModel, DECODER | NO_DROPOUT | {"is_decoder": True}),
@@ -134,9 +138,9 @@ def make(family: Family, std: float | None = None, **changes: Any) -> Any:
 
 
 def decoder(name: str, **changes: Any) -> Any:
-    """A decoder in fp64, but for one whose experts are products in 32 bits."""
+    """A decoder in fp64, but for two that compute in 32 bits: products of experts, and an eager softmax."""
     model = make(DECODERS[name], std=0.3, **changes)
-    return model if name == "gpt_oss" else model.double()
+    return model if name in ("gemma2", "gpt_oss") else model.double()
 
 
 def make_batch(tokens: int = 50, left: int = 0, right: int | None = None, device: str = "cpu") -> dict[str, Any]:

@@ -430,11 +430,6 @@ REFUSED = known(
             {"n_embd": 32, "n_layer": 1, "n_head": 4, "add_cross_attention": True},
             "GPT2Model has cross-attention",
         ),
-        "gemma2": (
-            transformers.Gemma2Model,
-            SMALL | {"head_dim": 8, "num_key_value_heads": 2},
-            r"layer .*self_attn \(Gemma2Attention\) asks the attention for softcap, which ds_sparse does not compute",
-        ),
         "mistral": (
             transformers.MistralModel,
             SMALL | {"num_key_value_heads": 2, "attention_dropout": 0.1},
@@ -854,7 +849,7 @@ def test_what_the_attention_function_does_not_compute_is_an_error():
     layer, query = model.bert.encoder.layer[0].attention.self, torch.randn(1, HEADS, 20, 8)
     with pytest.raises(ValueError, match=r"\(BertSelfAttention\) asks the attention for output_attentions"):
         model(**batch, output_attentions=True)
-    for asked in ({"sliding_window": 4}, {"cu_seq_lens_q": torch.tensor([0, 20])}, {"softcap": 30.0}):
+    for asked in ({"sliding_window": 4}, {"cu_seq_lens_q": torch.tensor([0, 20])}):
         with pytest.raises(ValueError, match=f"asks the attention for {next(iter(asked))}"):
             interface.attention(layer, query, query, query, None, **asked)
     with pytest.raises(ValueError, match="is cross-attention, or has cached keys"):

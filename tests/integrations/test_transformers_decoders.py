@@ -29,7 +29,7 @@ STRUCTURES = {
 
 def dense_twin(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     twin = copy.deepcopy(model)
-    if not twin._supports_sdpa:
+    if not twin._supports_sdpa or getattr(twin.config, "attn_logit_softcapping", None):  # which SDPA leaves out
         twin.set_attn_implementation("eager")
     return twin
 

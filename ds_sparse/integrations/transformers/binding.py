@@ -22,6 +22,7 @@ from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
+from ...ops._library import refuse_softcap_on_gpu
 from ...sparsity import SparsityConfig, adds_parameters
 from ...sparsity.declarations import declared_value
 from ...sparsity.draws import Draws, draws, why_unrepeatable
@@ -65,6 +66,7 @@ class Call(NamedTuple):
     position_bias: torch.Tensor | None
     causal: bool
     chosen: torch.Tensor | None = None
+    softcap: float = 0.0
 
 
 class Window(NamedTuple):
@@ -177,9 +179,12 @@ def attention_of_each(
     attentions: dict[str, Attention] = {}
     for number, (name, layer) in enumerate(layers.items()):
         own, structure = own_attention_of(layer), structures.of(number)
-        if own is None:
-            with or_cannot_be_sparse(named({name: layer})):
-                refuse_options(structure, **seen_options.get(layer, {}) | {"causal": is_causal(layer)})
+        asked = seen_options.get(layer, {})
+        with or_cannot_be_sparse(named({name: layer})):
+            for parameter in layer.parameters():
+                refuse_softcap_on_gpu(asked.get("softcap", 0), parameter.device)
+            if own is None:
+                refuse_options(structure, **asked | {"causal": is_causal(layer)})
         if own is None and structure is not None and id(structure) not in made:
             block = structures.block_of(number) if shared else None
             made[id(structure)] = _attention_on(structure, block, length)

@@ -46,6 +46,7 @@ def attention(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
+    softcap: float | None = None,
     ds_sparse_documents: PackedDocuments | None = None,
     ds_sparse_sequence: Part | Alone | None = None,
     **more: Any,
@@ -66,6 +67,7 @@ def attention(
         s_aux: of a causal layer, its sinks, a logit a head.
         block_indices: of a causal layer with an indexer, the blocks that this has chosen, of `indexer.block_size` keys:
             (B, Hkv or H or 1, T, k), -1 for none.
+        softcap: of scaled scores; None or 0 for none.
         ds_sparse_documents: where documents begin that are packed in the rows, as the model's forward has read it.
         ds_sparse_sequence: of a sequence-parallel model, which part of the sequence the tokens are.
 
@@ -83,8 +85,9 @@ def attention(
         whole = None
     causal = is_causal_layer(module) if is_causal is None else is_causal
     call = Call(
-        module, query, key, value, attention_mask, scaling, dropout, s_aux, position_bias, causal, block_indices
-    )
+        module, query, key, value, attention_mask, scaling, dropout, s_aux, position_bias, causal, block_indices,
+        softcap or 0.0,
+    )  # fmt: skip
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if causal else {"s_aux": s_aux})})
     output = _attend(call, sliding_window, ds_sparse_documents, ds_sparse_sequence)
     return output if whole is None else whole(output), None
@@ -102,6 +105,11 @@ def _attend(
             f'when it took {NAME}; set the name anew, model.set_attn_implementation("{NAME}"), after such a change.'
         )
     if is_in_parts(call.layer, part):
+        if call.softcap:
+            raise Refused(
+                f"{which(call.layer)} asks the attention for softcap={call.softcap}, which {NAME} does not compute in "
+                "a sequence over several ranks; leave sequence parallelism out."
+            )
         return attend_part(call, part)
     _refuse_other_choices(call)
     if documents is not None:
@@ -177,6 +185,8 @@ def _compute(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     learned = call.layer._modules.get(LEARNED)
     if learned is not None:
         options["learned"] = learned
+    if call.softcap:
+        options["softcap"] = call.softcap
     return attention(query, key, value, scale=call.scale, dropout_p=call.dropout_p, **options)
 
 
