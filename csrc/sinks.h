@@ -4,8 +4,10 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <tuple>
 
 #include "checks.h"
+#include "tensors.h"
 
 namespace ds_sparse {
 
@@ -58,6 +60,31 @@ struct SinksCall {
     check_dim(x, dims, name);
     for (int64_t dim = 0; dim < output.dim() - 1; ++dim) check_size(x, dim, output.size(dim), name);
     check_wide(x, name);
+  }
+};
+
+// Passes: a device's, forward(call, output, lse, rows) and backward(call, grad_output, grad_lse, grad_sinks), static
+// functions that write into their last tensors.
+template <class Passes>
+struct SinksOperators {
+  static std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& output, const Tensor& rows, const Tensor& sinks) {
+    const SinksCall call{output, rows, sinks};
+    call.check_all();
+    Tensor made = empty_in_order_of(output), new_rows = empty_on(rows, rows.sizes()),
+           lse = empty_on(rows, {rows.sizes().data(), static_cast<size_t>(rows.dim() - 1)});
+    Passes::forward(call, made, lse, new_rows);
+    return {made, lse, new_rows};
+  }
+
+  static Tensor backward(
+      const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output, const Tensor& rows,
+      const Tensor& sinks) {
+    const SinksCall call{output, rows, sinks};
+    call.check_all();
+    call.check_gradients(grad_output, grad_lse);
+    Tensor grad = empty_on(sinks, sinks.sizes());
+    Passes::backward(call, grad_output, grad_lse, grad);
+    return grad;
   }
 };
 

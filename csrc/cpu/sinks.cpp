@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <tuple>
 #include <type_traits>
 
 #include "arguments.h"
@@ -120,36 +119,28 @@ void backward(
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_sinks_forward(
-    const Tensor& output, const Tensor& rows, const Tensor& sinks) {
-  const SinksCall call{output, rows, sinks};
-  call.check_all();
-  Tensor made = fresh(empty_in_order_of(output)), new_rows = empty_on(rows, rows.sizes()),
-         lse = empty_on(rows, {rows.sizes().data(), static_cast<size_t>(rows.dim() - 1)});
-  for_dtype(output.scalar_type(), [&](auto* type) {
-    forward<std::remove_pointer_t<decltype(type)>>(call, made, lse, new_rows);
-  });
-  return {made, lse, new_rows};
-}
+struct Passes {
+  static void forward(const SinksCall& call, const Tensor& output, const Tensor& lse, const Tensor& rows) {
+    for_dtype(output.scalar_type(), [&](auto* type) {
+      cpu::forward<std::remove_pointer_t<decltype(type)>>(call, fresh(output), lse, rows);
+    });
+  }
 
-Tensor attention_sinks_backward(
-    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output, const Tensor& rows,
-    const Tensor& sinks) {
-  const SinksCall call{output, rows, sinks};
-  call.check_all();
-  call.check_gradients(grad_output, grad_lse);
-  Tensor grad = empty_on(sinks, sinks.sizes());
-  for_dtype(output.scalar_type(), [&](auto* type) {
-    backward<std::remove_pointer_t<decltype(type)>>(call, grad_output, grad_lse, grad);
-  });
-  return grad;
-}
+  static void backward(
+      const SinksCall& call, const Tensor& grad_output, const std::optional<Tensor>& grad_lse,
+      const Tensor& grad_sinks) {
+    for_dtype(grad_output.scalar_type(), [&](auto* type) {
+      cpu::backward<std::remove_pointer_t<decltype(type)>>(call, grad_output, grad_lse, grad_sinks);
+    });
+  }
+};
+using Operators = SinksOperators<Passes>;
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CPU, m) {
-  m.impl("attention_sinks_forward", TORCH_BOX(&attention_sinks_forward));
-  m.impl("attention_sinks_backward", TORCH_BOX(&attention_sinks_backward));
+  m.impl("attention_sinks_forward", TORCH_BOX(&Operators::forward));
+  m.impl("attention_sinks_backward", TORCH_BOX(&Operators::backward));
 }
 
 }  // namespace ds_sparse::cpu

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <tuple>
 
 #include "arguments.h"
 
@@ -186,57 +185,49 @@ void with_runs(const SinksCall& call, const F& f) {
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_sinks_forward(
-    const Tensor& output, const Tensor& rows, const Tensor& sinks) {
-  const SinksCall call{output, rows, sinks};
-  call.check_all();
-  Tensor made = empty_in_order_of(output), new_rows = empty_on(rows, rows.sizes()),
-         lse = empty_on(rows, {rows.sizes().data(), static_cast<size_t>(rows.dim() - 1)});
-  const Launcher launch(output);
-  with_runs(call, [&](auto zero, auto count) {
-    using T = decltype(zero);
-    using A = Compute<T>;
-    const SinkRows<A> all = rows_of<A>(call);
-    launch(
-        sinks_kernel<T, count()>, call.batch() * call.heads() * all.parts, kThreads, all, matrices_of<const T>(output),
-        matrices_of<T>(made), static_cast<A*>(lse.mutable_data_ptr()),
-        reinterpret_cast<Run<A, 2>*>(new_rows.mutable_data_ptr()));
-  });
-  return {made, lse, new_rows};
-}
+struct Passes {
+  static void forward(const SinksCall& call, const Tensor& output, const Tensor& lse, const Tensor& rows) {
+    const Launcher launch(output);
+    with_runs(call, [&](auto zero, auto count) {
+      using T = decltype(zero);
+      using A = Compute<T>;
+      const SinkRows<A> all = rows_of<A>(call);
+      launch(
+          sinks_kernel<T, count()>, call.batch() * call.heads() * all.parts, kThreads, all,
+          matrices_of<const T>(call.output), matrices_of<T>(output), static_cast<A*>(lse.mutable_data_ptr()),
+          reinterpret_cast<Run<A, 2>*>(rows.mutable_data_ptr()));
+    });
+  }
 
-Tensor attention_sinks_backward(
-    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output, const Tensor& rows,
-    const Tensor& sinks) {
-  const SinksCall call{output, rows, sinks};
-  call.check_all();
-  call.check_gradients(grad_output, grad_lse);
-  Tensor grad = empty_on(sinks, sinks.sizes());
-  const Launcher launch(output);
-  with_runs(call, [&](auto zero, auto count) {
-    using T = decltype(zero);
-    using A = Compute<T>;
-    const SinkRows<A> all = rows_of<A>(call);
-    const int64_t blocks = call.batch() * call.heads() * all.parts, group = call.rows_of_token(),
-                  last = grad_output.dim() - 1;
-    Tensor sums = empty_on(sinks, {blocks * group});
-    A* of_parts = static_cast<A*>(sums.mutable_data_ptr());
-    launch(
-        grad_sinks_kernel<T, count()>, blocks, kThreads, all, matrices_of<const T>(output),
-        matrices_of<const T>(grad_output), grad_output.size(last) == 1 ? 1 : grad_output.stride(last),
-        grad_lse ? static_cast<const A*>(grad_lse->const_data_ptr()) : nullptr, of_parts);
-    launch(
-        sum_parts_kernel<A>, sinks.numel(), kThreads, static_cast<const A*>(of_parts),
-        static_cast<A*>(grad.mutable_data_ptr()), static_cast<int>(call.batch()), all.heads, all.parts,
-        static_cast<int>(group));
-  });
-  return grad;
-}
+  static void backward(
+      const SinksCall& call, const Tensor& grad_output, const std::optional<Tensor>& grad_lse,
+      const Tensor& grad_sinks) {
+    const Launcher launch(grad_output);
+    with_runs(call, [&](auto zero, auto count) {
+      using T = decltype(zero);
+      using A = Compute<T>;
+      const SinkRows<A> all = rows_of<A>(call);
+      const int64_t blocks = call.batch() * call.heads() * all.parts, group = call.rows_of_token(),
+                    last = grad_output.dim() - 1;
+      Tensor sums = empty_on(grad_sinks, {blocks * group});
+      A* of_parts = static_cast<A*>(sums.mutable_data_ptr());
+      launch(
+          grad_sinks_kernel<T, count()>, blocks, kThreads, all, matrices_of<const T>(call.output),
+          matrices_of<const T>(grad_output), grad_output.size(last) == 1 ? 1 : grad_output.stride(last),
+          grad_lse ? static_cast<const A*>(grad_lse->const_data_ptr()) : nullptr, of_parts);
+      launch(
+          sum_parts_kernel<A>, grad_sinks.numel(), kThreads, static_cast<const A*>(of_parts),
+          static_cast<A*>(grad_sinks.mutable_data_ptr()), static_cast<int>(call.batch()), all.heads, all.parts,
+          static_cast<int>(group));
+    });
+  }
+};
+using Operators = SinksOperators<Passes>;
 
 }  // namespace
 }  // namespace ds_sparse::attention
 
 STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
-  m.impl("attention_sinks_forward", TORCH_BOX(&ds_sparse::attention::attention_sinks_forward));
-  m.impl("attention_sinks_backward", TORCH_BOX(&ds_sparse::attention::attention_sinks_backward));
+  m.impl("attention_sinks_forward", TORCH_BOX(&ds_sparse::attention::Operators::forward));
+  m.impl("attention_sinks_backward", TORCH_BOX(&ds_sparse::attention::Operators::backward));
 }
