@@ -113,7 +113,7 @@ def _gradients(x: Arguments) -> tuple[Tensor, ...]:
 
 def _chosen(x: Arguments) -> Tensor:
     batch, _, tokens, _ = x.query.shape
-    return x.query.new_empty(batch, x.groups, _ceil_div(tokens, x.query_block), x.k, dtype=torch.int32)
+    return x.query.new_empty(batch, x.groups, _ceil_div(tokens, getattr(x, "query_block", 1)), x.k, dtype=torch.int32)
 
 
 def _dsd(x: Arguments) -> Tensor:

@@ -402,7 +402,7 @@ class PlainOperators:
     def _called(name: str, *call: Any) -> torch.Tensor:
         operators = import_module("ds_sparse.ops.operators")
         names = [x.name for x in getattr(operators.ops, name).default._schema.arguments]
-        return operators.OPERATORS[name].run(operators.Arguments(**dict(zip(names, call))), *call)
+        return operators.OPERATORS[name].run(operators.Arguments(**dict(zip(names, call))))
 
     @classmethod
     def select_blocks(cls, *call: Any) -> torch.Tensor:
