@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         is_page = args.out is not None and args.out.lower().endswith(PAGES)
         if args.out is not None:
-            require_drawable(args.out, PICTURES if of_model else (*PICTURES, *PAGES), args.force)
+            # Without --layer the names of pictures are known when their layers are, and are looked at then.
+            is_one = is_page or args.layer is not None
+            require_drawable(args.out, PICTURES if of_model else (*PICTURES, *PAGES), args.force or not is_one)
         if len(args.files) > 1 and (of_model or (args.out is not None and not is_page)):
             raise UsageError(f"{args.out or args.model}: a picture is of one file; a page, .html, has several.")
         read = {} if of_model else {file: _read(args, file) for file in args.files}

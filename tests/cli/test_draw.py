@@ -62,15 +62,33 @@ def test_there_is_a_picture_of_every_structure_that_layers_have(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == names
 
 
-@pytest.mark.parametrize(("name", "there"), [("a.svg", "a.svg"), ("a.svg", "a.layers-2.svg"), ("a.html", "a.html")])
-def test_a_file_that_exists_is_overwritten_only_when_asked_to(tmp_path, capsys, name, there):
-    file, kept = tmp_path / "ds.json", tmp_path / there
+@pytest.mark.parametrize(
+    ("words", "there"),
+    [
+        (["--out", "a.svg"], ["a.layers-2.svg", "a.other-layers.svg"]),
+        (["--out", "a.svg", "--layer", "2"], ["a.svg"]),
+        (["--out", "a.html"], ["a.html"]),
+    ],
+)
+def test_a_file_that_exists_is_overwritten_only_when_asked_to(tmp_path, monkeypatch, capsys, words, there):
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps({"sparse_attention": BY_LAYER}))
+    words = ["draw", "ds.json", "--seq", "128", *words]
+    for name in there:
+        Path(name).write_text("mine")
+        assert main(words) == 1 and f"{name} is there already" in capsys.readouterr().err
+        assert Path(name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+        assert main([*words, "--force"]) == 0 and "mine" not in Path(name).read_text()
+        for drawn in tmp_path.glob("a.*"):
+            drawn.unlink()
+
+
+def test_a_file_that_pictures_of_layers_are_only_named_after_is_no_obstacle(tmp_path, capsys):
+    file, kept = tmp_path / "ds.json", tmp_path / "a.svg"
     file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
     kept.write_text("mine")
-    words = ["draw", str(file), "--seq", "128", "--out", str(tmp_path / name)]
-    assert main(words) == 1 and f"{kept} is there already" in capsys.readouterr().err
-    assert kept.read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
-    assert main([*words, "--force"]) == 0
+    assert main(["draw", str(file), "--seq", "128", "--out", str(kept)]) == 0
+    assert kept.read_text() == "mine" and len(list(tmp_path.glob("a.*.svg"))) == 3
 
 
 def test_a_page_has_every_structure_of_every_file(tmp_path, capsys):
