@@ -339,7 +339,7 @@ class StructuredAttention:
 
     @outside_transforms
     @on_cpu()
-    def _build(self, seq_len: int) -> _Layout:
+    def _build(self, seq_len: int, first: _Layout | None = None) -> _Layout:
         config = self.sparsity_config
         make = getattr(config, "make_bool_layout", config.make_layout)
         try:
@@ -351,7 +351,10 @@ class StructuredAttention:
             ) from error
         if isinstance(config, SparsityConfig):
             about = f"{type(config).__name__}, block {config.block}, at {seq_len} tokens"
-            say_notices(f"{about}: {key}: {said}" for key, said in config.cautions_at(seq_len // config.block))
+            # What a longer layout leaves out, the first one does too, and has said.
+            before = {} if first is None else dict(config.cautions_at(first.blocks))
+            cautions = config.cautions_at(seq_len // config.block)
+            say_notices(f"{about}: {key}: {said}" for key, said in cautions if key not in before)
         return _Layout(layout, config.block, config.num_heads)
 
     def covering(self, seq_len: int) -> _Layout:
@@ -374,7 +377,7 @@ class StructuredAttention:
                     f"one would be drawn differently by each rank; build the module with max_seq_length={seq_len}, or "
                     "give the structure a seed."
                 )
-            longer[blocks] = self._build(seq_len)
+            longer[blocks] = self._build(seq_len, self._master)
         return longer[blocks]
 
     def _for_cached(self, seq_len: int) -> _Layout:

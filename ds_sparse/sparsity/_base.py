@@ -139,7 +139,8 @@ class SparsityConfig:
 
     def cautions_at(self, blocks: int) -> Iterator[tuple[str, str]]:
         """(option, sentence) for each choice that does nothing in rows of so many blocks. Said once a process where
-        such a layout is made for attention, and by the JSON reader."""
+        such a layout is made for attention, but not of an option that the layer's first layout was said of, and by the
+        JSON reader."""
         yield from ()
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:

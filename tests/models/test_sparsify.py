@@ -147,3 +147,20 @@ def test_global_blocks_beyond_the_layout_are_said(capsys, monkeypatch):
     ds_sparse.sparsify(model, block, max_seq_length=128)
     said = "at 128 tokens: global_block_indices: no block 77 in this sequence, whose last is 7: ignored"
     assert said in capsys.readouterr().out
+
+
+def test_a_caution_is_said_of_the_first_layout_and_of_a_longer_one_where_it_is_new(capsys, monkeypatch):
+    class Wide(ds_sparse.BSLongformerSparsityConfig):
+        def cautions_at(self, blocks):
+            yield from super().cautions_at(blocks)
+            if blocks > 10:
+                yield "num_sliding_window_blocks", f"is narrow for {blocks} blocks."
+
+    monkeypatch.setattr(notices, "_said", set())
+    attention = ds_sparse.SparseSelfAttention(Wide(2, global_block_indices=[0, 77]), max_seq_length=128)
+    for tokens in (64, 128, 160, 192):
+        attention(*torch.randn(3, 1, 2, tokens, 16))
+    assert [line.partition(", at ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "128 tokens: global_block_indices: no block 77 in this sequence, whose last is 7: ignored, as in DeepSpeed.",
+        "192 tokens: num_sliding_window_blocks: is narrow for 12 blocks.",
+    ]
