@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
+from ..tools.arguments import UsageError
+from ..tools.wording import reason
 
 RANDOM_PERCENTS = (1, 5, 10, 25, 50)
 
@@ -62,6 +64,9 @@ def make_layout(name: str, block: int, seq_len: int) -> Tensor:
     """bool (1, R, R) on the CPU.
 
     Raises:
-        ValueError: tokens that are no multiple of the block or too few for the structure, or another block than theirs.
+        UsageError: tokens that are no multiple of the block or too few for the structure, or another block than theirs.
     """
-    return LAYOUTS[name](num_heads=1, block=block).make_bool_layout(seq_len)
+    try:
+        return LAYOUTS[name](num_heads=1, block=block).make_bool_layout(seq_len)
+    except ValueError as error:
+        raise UsageError(reason(error)) from error

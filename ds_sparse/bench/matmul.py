@@ -79,7 +79,7 @@ class Problem(StepsProblem):
     """A case on a device. layout: bool (1, R, R) there.
 
     Raises:
-        ValueError: tokens or a block that the layout cannot have.
+        UsageError: tokens or a block that the layout cannot have.
     """
 
     def __init__(self, case: Case, device: torch.device, args: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -109,7 +108,7 @@ class Operation:
         run = Run(self.name, args.arguments, conditions(device) | versions(self.packages), ceilings)
         show(*run.heading())
         failed: dict[str, None] = {}
-        raised: list[Exception] = []
+        statuses = [0]
 
         def measured(case: Any) -> Result:
             mine = [name for name in names if self.of_case is None or name in self.of_case(case)]
@@ -124,14 +123,13 @@ class Operation:
                 for together in self.by_shape(cases, lambda case: case):
                     yield list(map(measured, together))
             except (ValueError, ArithmeticError, RuntimeError) as error:
-                print(error, file=sys.stderr)
-                raised.append(error)
+                statuses.append(wrong(error))
 
         for lines in self.paragraphs(shapes(), args):
             show(*lines)
         if failed:
-            print(f"{', '.join(failed)} itself was wrong or failed in a case; its line says how.", file=sys.stderr)
-        return int(bool(failed or raised))
+            statuses.append(wrong(f"{', '.join(failed)} itself was wrong or failed in a case; its line says how."))
+        return max(statuses)
 
     def record(self, result: Result) -> list[Fields]:
         """The rows of a result with its case, flat, as they go into the JSON."""

@@ -137,6 +137,10 @@ def find_model(given: str, model_type: str | None = None, **changes: Any) -> Mod
     Raises:
         ValueError: no such name or file; a family that is not known; sizes that are missing or make no heads.
     """
+    if model_type is not None and model_type not in FAMILIES:
+        raise UsageError(f"--model-type {model_type}: plan knows {listed(FAMILIES, 'and')}.")
+    if model_type is not None and given in NAMED:
+        raise UsageError(f"--model-type {model_type} beside --model {given}, which has one; leave --model-type out.")
     model = NAMED.get(given) or _from_file(given, model_type)
     return replace(model, **{name: value for name, value in changes.items() if value is not None})
 

@@ -1,3 +1,4 @@
+import re
 from argparse import Namespace
 
 import pytest
@@ -117,9 +118,10 @@ def test_on_a_gpu_as_many_sequences_as_there_is_room_for():
     assert sizes([16384], [64], [2]) == [(16384, 64, 2)]
 
 
-def test_a_length_that_does_not_fit_ends_in_a_sentence(capsys):
-    assert main("bench matmul --block 16 --seq-len 100".split()) == 1
-    assert "100" in capsys.readouterr().err
+@pytest.mark.parametrize("options", ["--block 16 --seq-len 100", "--layout random-1 --block 64 --seq-len 256"])
+def test_sizes_without_a_layout_are_wrong_usage(options, capsys):
+    assert main(["bench", "matmul", *options.split()]) == 2
+    assert re.search("100|Of 4 x 4 blocks", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -83,6 +83,19 @@ def test_rates_come_from_files_of_bench(capsys):
     assert found["step"]["training"] == 0 and found["memory_gib"] == 139
 
 
+def test_a_family_that_plan_does_not_know_or_does_not_need_is_wrong_usage(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "t5"}))
+    for status, words, sentence in [
+        (2, ["--model-type", "t6"], "--model-type t6: plan knows bert, "),
+        (2, ["--model", str(config), "--model-type", "t6"], "--model-type t6: plan knows bert, "),
+        (2, ["--model-type", "bert"], "--model-type bert beside --model bing_bert-base, which has one; leave "),
+        (1, ["--model", str(config)], f'--model {config}: model_type is "t5"; plan knows bert, '),
+    ]:
+        assert main([*WORDS, *words]) == status
+        assert capsys.readouterr().err.startswith(sentence)
+
+
 def test_what_is_wrong_is_said_before_anything_is_measured(capsys, gpu, measured):
     gpu("NVIDIA B200")
     for status, wrong in [(1, ["--dtype", "fp32"]), (2, ["--document-tokens", "9000"]), (2, ["--model", "bart"])]:
