@@ -12,6 +12,7 @@ from benchmarks.train.recall_texts import distances_of
 from benchmarks.train.results import CAUSAL, MODELS, Arm, Case
 from ds_sparse.bench import markdown
 from ds_sparse.config import parse_sparse_attention
+from ds_sparse.plan.reach import reach_of
 from ds_sparse.sparsity import ChosenSparsityConfig
 
 from .axes import OURS, PLAIN, TEXT, THEIRS, several_axes
@@ -92,16 +93,16 @@ def ways_table(case: Case) -> markdown.Table:
         structures = [parse_sparse_attention(recall.of_layer(block, layer), 1) for layer in range(layers) if block]
         if not structures or isinstance(structures[0], ChosenSparsityConfig):
             continue
-        seen = [structure.make_bool_layout(length)[0].float() for structure in structures]
-        size = structures[0].block
+        layouts, size = [structure.make_bool_layout(length) for structure in structures], structures[0].block
+        seen = [layout[0].float() for layout in layouts]
         distances = [distance for distance in distances if distance >= size]
-        between = (seen[-1] @ seen[-2])[pairs_at(distances[-1], size, len(seen[0]))].mean().item()
+        between = reach_of(layouts[-1], size).between
         least = [fewest_layers(seen, pairs_at(distance, size, len(seen[0]))) for distance in distances]
         keys = seen[0].sum(1).mean().item() * size
         lines.append([f"`{kind}`", f"{keys:,.0f}", f"{between:,.1f}", *(str(number or "") for number in least)])
     note = (
-        f"of {length:,} tokens: keys that a token sees, the mean; blocks between two at the greatest distance, in two "
-        f"layers; the fewest of {layers} layers that connect {100 * CONNECTED:.0f} % of blocks at a distance"
+        f"of {length:,} tokens: keys that a token sees, the mean; blocks between two far ones, in two layers; the "
+        f"fewest of {layers} layers that connect {100 * CONNECTED:.0f} % of blocks at a distance"
     )
     return markdown.Table(["structure", "keys", "between", *(f"{at:,}" for at in distances)], lines, notes=[note])
 
