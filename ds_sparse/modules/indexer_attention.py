@@ -12,6 +12,7 @@ from ..ops import select_blocks
 from ..ops._autograd import Function
 from ..ops._library import under_autocast
 from ..ops.block_selection import checked_number
+from ..ops.call import AttentionCall
 from ..ops.operands import kept, wide_dtype
 from ..ops.selected import Chosen, selected_results
 from .choices import note
@@ -164,12 +165,11 @@ class IndexerAttention(LearnedChoice):
             chosen, self.block, query, key, first=self.first, local=self.local, scale=scale, query_offset=query_offset,
             **more,
         )  # fmt: skip
-        (output,), made = selected_results(
-            query, key, value, chosen, self.block, scale=scale, query_offset=query_offset, **more
-        )
+        call = AttentionCall(query, key, value, scale, causal, key_padding_mask)
+        (output,), made = selected_results(call, chosen, self.block, cu_seqlens, query_offset)
         at_start = not isinstance(query_offset, Tensor) and query_offset == 0
         if self.training and torch.is_grad_enabled() and at_start:
-            loss = _loss(query, key, index_query, index_key, chosen, self.block, scale, None, made, more)
+            loss = _loss(call, index_query, index_key, chosen, self.block, None, cu_seqlens, made)
             if self.loss_weight is not None:
                 output = _WithLoss.apply(output, loss, float(self.loss_weight))
                 # In place, as graphs that compute activations again let no module keep another tensor.
@@ -248,43 +248,40 @@ def indexer_loss(
         >>> index_key.grad.shape
         torch.Size([1, 1, 100, 16])
     """
-    more: dict[str, Any] = {"causal": causal, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
-    return _loss(query, key, index_query, index_key, chosen, block, scale, index_scale, None, more)
+    call = AttentionCall(query, key, key, scale, causal, key_padding_mask)
+    return _loss(call, index_query, index_key, chosen, block, index_scale, cu_seqlens)
 
 
 def _loss(
-    query: Tensor,
-    key: Tensor,
+    call: AttentionCall,
     index_query: Tensor,
     index_key: Tensor,
     block_indices: Tensor,
     block: int,
-    scale: float | None,
     index_scale: float | None,
-    chosen: Chosen | None,
-    more: dict[str, Any],
+    cu_seqlens: Tensor | None,
+    chosen: Chosen | None = None,
 ) -> Tensor:
-    """`indexer_loss`. chosen: what a call on the same numbers of blocks has made of them. more: options of calls."""
+    """`indexer_loss` of attention, whatever its value. chosen: what a call on the same numbers of blocks has made of
+    them."""
+    query, key = call.query, call.key
     head_dim, (index_heads, _, index_dim) = query.shape[3], index_query.shape[1:]
     _check_index_dim(index_dim, head_dim)
     index_scale = index_dim**-0.5 if index_scale is None else index_scale
-    (_, lse), chosen = selected_results(
-        index_query, index_key, index_key.detach(), block_indices, block, scale=index_scale, return_lse=True,
-        chosen=chosen, **more,
-    )  # fmt: skip
+    of_indexer = call._replace(query=index_query, key=index_key, value=index_key.detach(), scale=index_scale)
+    (_, lse), chosen = selected_results(of_indexer, block_indices, block, cu_seqlens, return_lse=True, chosen=chosen)
     # The mean score under attention's probabilities is a product with the mean of the indexer's keys under them.
     values, heads = pad(index_key, (0, head_dim - index_dim)), max(key.shape[1], index_key.shape[1])
     keys, values = (_repeated(x, heads) for x in (key.detach(), values))
-    (of_heads,), _ = selected_results(
-        query.detach(), keys, values, block_indices, block, scale=scale, chosen=chosen, **more
-    )
+    call = call._replace(query=query.detach(), key=keys, value=values)
+    (of_heads,), _ = selected_results(call, block_indices, block, cu_seqlens, chosen=chosen)
     # Sums of heads, and then the numbers of the indexer: their gradients are no copies of what is as large as query.
     sums = of_heads.unflatten(1, (index_heads, -1)).sum(2, dtype=wide_dtype(of_heads.dtype))[..., :index_dim]
     factor = index_scale * index_heads / of_heads.shape[1]
     cross_entropy = lse - factor * (index_query * sums).sum(-1)
     counts = lse > float("-inf")
-    if (key_padding_mask := more["key_padding_mask"]) is not None:
-        counts = counts & kept(key_padding_mask)[:, None]
+    if call.key_padding_mask is not None:
+        counts = counts & kept(call.key_padding_mask)[:, None]
     return torch.where(counts, cross_entropy, 0).sum() / counts.sum().clamp(min=1)
 
 

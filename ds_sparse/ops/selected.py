@@ -157,10 +157,8 @@ def selected_attention(
         torch.Size([2, 8, 256, 32])
         >>> output.sum().backward()
     """
-    results, _ = selected_results(
-        query, key, value, block_indices, block, causal=causal, scale=scale, sinks=sinks, cu_seqlens=cu_seqlens,
-        key_padding_mask=key_padding_mask, query_offset=query_offset, return_lse=return_lse,
-    )  # fmt: skip
+    call = AttentionCall(query, key, value, scale, causal, key_padding_mask, sinks=sinks)
+    results, _ = selected_results(call, block_indices, block, cu_seqlens, query_offset, return_lse)
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -187,31 +185,24 @@ def chosen_of(call: AttentionCall, block_indices: Tensor, block: int, cu_seqlens
 
 
 def selected_results(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: AttentionCall,
     block_indices: Tensor,
     block: int,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    query_offset: int | Tensor = 0,
+    query_offset: Offset = 0,
     return_lse: bool = False,
     chosen: Chosen | None = None,
 ) -> tuple[tuple[Tensor, ...], Chosen | None]:
     """`selected_attention` as a tuple of results, and what the next call on the same numbers of blocks may be given as
     `chosen`; None of operands that hold nothing."""
-    row = None
+    row, (query, key, value) = None, call[:3]
     if cu_seqlens is not None:
-        refuse_by_place(query_offset=is_later(query_offset), key_padding_mask=key_padding_mask is not None)
+        refuse_by_place(query_offset=is_later(query_offset), key_padding_mask=call.key_padding_mask is not None)
         check_inputs(query=query, key=key, value=value)
         check_form(cu_seqlens)
         row = packed_operands(query, key, value, cu_seqlens)
-    given = (query, key, value) if row is None else row[:3]
-    call = AttentionCall(*given, scale, causal, key_padding_mask, sinks=sinks).checked("selected_attention_forward")
+        call = call._replace(query=row.query, key=row.key, value=row.value)
+    call = call.checked("selected_attention_forward")
     if not isinstance(block, int) or block not in CHOSEN_BLOCK_SIZES:
         raise ValueError(f"block is {block!r}; selected_attention takes {listed(CHOSEN_BLOCK_SIZES, 'and')}.")
     if row is not None:
