@@ -9,7 +9,7 @@ import torch
 from helpers import leaf, random, seeded
 from torch.func import grad, vmap
 
-from ds_sparse import block_sparse_attention, window_attention
+from ds_sparse import block_sparse_attention, selected_attention, window_attention
 from ds_sparse._ops import ops
 
 OPERATORS = ("block_attention_forward", "window_attention_forward", "attention_sinks_forward")
@@ -53,6 +53,37 @@ def test_under_vmap_the_sinks_alone_may_have_samples(device: str):
 
     torch.testing.assert_close(vmap(loss)(sinks), torch.stack([loss(x) for x in sinks]))
     torch.testing.assert_close(vmap(grad(loss))(sinks), torch.stack([grad(loss)(x) for x in sinks]))
+
+
+BLOCKS_OF_ROWS = torch.tensor([[0, 2], [-1, -1], [1, 0]]).repeat_interleave(16, 0)[None, None]
+"""The blocks of `LAYOUT`, for each token."""
+
+CALLS = {
+    "blocks": lambda *given, **more: block_sparse_attention(*given, LAYOUT, **more),
+    "chosen": lambda *given, **more: selected_attention(*given, BLOCKS_OF_ROWS.to(given[0].device), 16, **more),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("batch", [2, 0])
+def test_the_gradient_of_a_plain_sum_and_that_of_no_sequence(batch: int, with_lse: bool, call, device: str):
+    """A sum's is one number that is expanded: all its strides are 0."""
+    query, key, value, sinks = *random(seeded(), 3, batch, 4, 48, 16, dtype=torch.float32), torch.linspace(-1, 1, 4)
+    given = [leaf(x, device) for x in (query, key[:, :2], value[:, :2], sinks)]
+    output, lse = call(*given[:3], sinks=given[3], return_lse=True)
+    assert output.shape == (batch, 4, 48, 16)
+    grads = torch.autograd.grad(output.sum() + lse.sum() if with_lse else output.sum(), given)
+
+    exact = [leaf(x.detach().double(), "cpu") for x in given]
+    query, key, value, sinks = exact[0], *(x.repeat_interleave(2, 1) for x in exact[1:3]), exact[3]
+    mask = LAYOUT.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    scores = (query @ key.mT / 4).masked_fill(~mask, -math.inf)
+    scores = torch.cat([scores, sinks[:, None, None].expand(batch, 4, 48, 1)], -1)
+    result = (scores.softmax(-1)[..., :-1] @ value).sum()
+    result = result + scores.logsumexp(-1).sum() if with_lse else result
+    for found, wanted in zip(grads, torch.autograd.grad(result, exact), strict=True):
+        torch.testing.assert_close(found.cpu(), wanted.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
