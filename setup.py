@@ -217,18 +217,34 @@ def build_library(name: str, steps: list[tuple[Path, str, list[str]]], link: lis
     def compiled(step: tuple[Path, str, list[str]]) -> tuple[Path, str]:
         began = time.monotonic()
         target, stamp, is_new = compile_object(*step)
-        number = next(done)
-        if is_new:
-            took = time.monotonic() - began
-            print(f"ds_sparse: {name} {number}/{len(steps)}: {target.relative_to(OBJECTS)}, {took:.0f} s", flush=True)
+        number, took = next(done), time.monotonic() - began
+        said = f"{number}/{len(steps)}: {target.relative_to(OBJECTS)}, {took:.0f} s"
+        if is_terminal():
+            show_for_now(f"ds_sparse: {name} [{'#' * (20 * number // len(steps)):20}] {said}")
+        elif is_new:
+            print(f"ds_sparse: {name} {said}", flush=True)
         return target, stamp
 
-    with ThreadPoolExecutor(jobs()) as pool:
-        built = list(pool.map(compiled, steps))
+    show_for_now(f"ds_sparse: {name} [{'':20}] 0/{len(steps)}")
+    try:
+        with ThreadPoolExecutor(jobs()) as pool:
+            built = list(pool.map(compiled, steps))
+    finally:
+        show_for_now("")
     library = OBJECTS / name
     link = [*link, "-o", str(library), *(str(path) for path, _ in built), *libraries]
     run_unless_current(link, library, digest(*(stamp.encode() for _, stamp in built), repr(link).encode()))
     return library
+
+
+def is_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def show_for_now(line: str) -> None:
+    """Shows a line in a terminal in the place of the last one. Not by rich: no build needs more than torch."""
+    if is_terminal():
+        print(f"\033[K{line[: shutil.get_terminal_size().columns - 1]}", end="\r", flush=True)
 
 
 def jobs() -> int:
@@ -267,7 +283,9 @@ def run_unless_current(command: list[str], target: Path, stamp: str) -> bool:
     target.parent.mkdir(parents=True, exist_ok=True)
     stamp_file.unlink(missing_ok=True)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    sys.stderr.write(result.stdout + result.stderr)
+    if said := result.stdout + result.stderr:
+        show_for_now("")
+        sys.stderr.write(said)
     if result.returncode:
         raise SystemExit(f"Building {target.name} failed with status {result.returncode}: {' '.join(command)}")
     stamp_file.write_text(stamp)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -183,6 +184,26 @@ def test_a_number_of_jobs_that_is_none_is_refused(setup, monkeypatch, jobs: str)
     monkeypatch.setenv("MAX_JOBS", jobs)
     with pytest.raises(SystemExit, match=f"MAX_JOBS is '{jobs}'; set it to 1 or more"):
         setup("jobs")()
+
+
+@pytest.mark.parametrize("in_terminal", [False, True])
+def test_compiling_says_how_far_it_is(setup, monkeypatch, tmp_path, capsys, in_terminal: bool):
+    build = setup("build_library")
+    monkeypatch.setitem(build.__globals__, "OBJECTS", tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: in_terminal)
+    source = ROOT / "csrc" / "library.cpp"
+    write = [sys.executable, "-c", "import sys; open(sys.argv[-1], 'w')"]
+    build("lib.so", [(source, name, write) for name in ("one", "two")], ["sh", "-c", 'touch "$1"'], [])
+    out = capsys.readouterr().out
+    if not in_terminal:
+        assert re.sub("one|two", "x", out) == "".join(f"ds_sparse: lib.so {n}/2: library.x.o, 0 s\n" for n in (1, 2))
+        return
+    shown = out.split("\r")
+    assert all(line.startswith("\x1b[K") and len(line) < 64 for line in shown[:-1]) and "\n" not in out
+    assert [line.count("#") for line in shown] in ([0, 10, 20, 0, 0], [0, 20, 10, 0, 0]), "two threads are done"
+    assert shown[-2:] == ["\x1b[K", ""], "it goes at the end"
 
 
 def test_a_library_that_is_no_longer_built_does_not_stay(setup, tmp_path, capsys):
