@@ -103,7 +103,7 @@ def _chosen(args: argparse.Namespace) -> Iterator[Sheet]:
                 f"{args.files[0]}: its layers choose no blocks. Give a file with mode moba, nsa or indexer; a layout "
                 "is drawn without --model and --text."
             )
-    with quiet():
+    with quiet(), Terminal().progress(None, f"run {args.model}"):
         choices = choices_of(args.model, text, args.seq, block)
     if args.layer is not None and args.layer not in choices:
         raise UsageError(f"--layer {args.layer}: layers that choose are {listed(choices, 'and')}.")

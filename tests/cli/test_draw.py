@@ -166,6 +166,15 @@ def test_a_checkpoint_that_has_learned_to_choose_needs_no_file(checkpoints, caps
     assert sorted(path.name for path in Path().glob("*.svg")) == [f"chosen.layer-{n}.svg" for n in range(3)]
 
 
+def test_in_a_terminal_a_model_that_runs_for_long_has_a_bar(checkpoints, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("ds_sparse.tools.terminal.BAR_AFTER", 0.01)
+    assert main(["draw", "--model", "indexer", *OF_TEXT]) == 0
+    assert "run indexer" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "status", "sentence"),
     [
