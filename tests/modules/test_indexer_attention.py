@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from helpers import CountedOperators, random, seeded
+from helpers import random, seeded
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ds_sparse import IndexerAttention, indexer_loss, reference, select_blocks
 
@@ -144,20 +142,6 @@ def test_packed_documents_are_separate_calls():
     torch.testing.assert_close(loss, total)
 
 
-@pytest.mark.parametrize("way", ["reentrant", "without", "compiled", "dynamic", "compiled without"])
-def test_checkpoints_and_compiled_graphs_give_the_same(way: str):
-    torch._dynamo.reset()
-    made, given = module(dtype=torch.float32), operands(dtype=torch.float32)
-    call: Callable[..., Tensor] = made
-    if "without" in way or way == "reentrant":
-        call = lambda *x: checkpoint(made, *x, use_reentrant=way == "reentrant")  # noqa: E731
-    if "compiled" in way or way == "dynamic":
-        call = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=way == "dynamic")
-    expected = trained(made, made, given)
-    made.loss.fill_(7)
-    torch.testing.assert_close(trained(made, call, given), expected)
-
-
 def test_a_compiled_graph_gives_the_loss_to_who_adds_it():
     torch._dynamo.reset()
     made, given = module(dtype=torch.float32, loss_weight=None), operands(dtype=torch.float32)
@@ -169,41 +153,6 @@ def test_a_compiled_graph_gives_the_loss_to_who_adds_it():
     leaves = [*given, *made.parameters()]
     found, expected = (torch.autograd.grad(f(*given), leaves) for f in (compiled, step))
     torch.testing.assert_close(found, expected)
-
-
-def test_bf16_and_autocast(device: str):
-    """One block is behind most tokens, so that roundings choose no other."""
-    exact, given = module(k=4), operands()
-    expected = trained(exact, exact, given)
-    low = copy.deepcopy(exact).to(device, torch.bfloat16)
-    found = trained(low, low, [x.detach().to(device, torch.bfloat16).requires_grad_() for x in given])
-    cast = copy.deepcopy(exact).to(device, torch.float32)
-
-    def under_autocast(*x: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            return cast(*x)
-
-    mixed = trained(cast, under_autocast, [x.detach().to(device, torch.float32).requires_grad_() for x in given])
-    for results, dtype in ((found, torch.bfloat16), (mixed, torch.float32)):
-        assert results[0].dtype == torch.bfloat16 and all(x.dtype == dtype for x in results[1:])
-        for x, y in zip(results, expected, strict=True):
-            error = (x.cpu().double() - y).norm() / y.norm()
-            assert error < 0.05
-
-
-def test_what_is_chosen_is_read_once_and_autocast_casts_an_operand_once(device: str):
-    """By attention, and by the two calls of the loss."""
-    made = module(dtype=torch.float32).to(device)
-    given = [x.detach().to(device, torch.float32).requires_grad_() for x in operands()]
-    with torch.autocast(device, torch.bfloat16), CountedOperators() as counted:
-        output = made(*given)
-    assert counted.of["ds_sparse::selected_attention_forward"] == 3
-    assert counted.of["ds_sparse::index_bits_of_blocks"] == 1
-    sizes = Counter(x.shape for x in given)
-    with counted:
-        output.sum().backward()
-    for shape, operands_of_it in sizes.items():
-        assert counted.casts[shape] <= 2 * operands_of_it + 1  # their gradients, and that of the loss' means
 
 
 def test_it_begins_as_the_product_of_queries_and_keys():
@@ -232,17 +181,6 @@ def test_the_indexer_learns_what_attention_sees():
         optimizer.step()
         losses.append(made.loss.item())
     assert losses[-1] < losses[0] - 0.1
-
-
-def test_the_state_dict_brings_a_module_back_without_the_loss():
-    made, given = module(), operands()
-    expected = made(*given)
-    assert made.state_dict().keys() == {"query_weight", "key_weight"}
-    torch.manual_seed(1)
-    other = IndexerAttention(4, 2, DEPTH, index_dim=INDEX_DIM, block=16, k=2).double()
-    other.load_state_dict(made.state_dict())
-    assert torch.equal(other(*given), expected)
-    assert torch.equal(copy.deepcopy(made)(*given), expected)
 
 
 @pytest.mark.parametrize(

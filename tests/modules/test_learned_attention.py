@@ -1,14 +1,18 @@
-"""Layers of structures that add parameters: modes "nsa" and "indexer"."""
+"""Modes "nsa" and "indexer", whose structures add parameters: their layers, and what their modules do alike."""
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import random, seeded
-from torch import nn
+from helpers import CountedOperators, random, seeded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ds_sparse
 from ds_sparse import (
@@ -26,14 +30,25 @@ NSA = NativeSparsityConfig(
     causal=True,
 )  # fmt: skip
 INDEXER = IndexerSparsityConfig(4, block=16, num_chosen_blocks=2, num_first_blocks=1, index_dim=8)
+EACH = pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
 
 
-def operands(tokens: int, heads: int = 4, key_heads: int = 2, batch: int = 2) -> list[torch.Tensor]:
+def operands(tokens: int, heads: int = 4, key_heads: int = 2, batch: int = 2) -> list[Tensor]:
     shapes = (batch, heads, tokens, 16), *[(batch, key_heads, tokens, 16)] * 2
     return [random(seeded(i), *shape, dtype=torch.float32) for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+def module_of(structure: Any) -> nn.Module:
+    """Gates of nsa start at zero, where they have no gradient of queries."""
+    torch.manual_seed(0)
+    made = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2).sparse_attention
+    for name, parameter in made.named_parameters():
+        if name.startswith("gate"):
+            nn.init.normal_(parameter)
+    return made
+
+
+@EACH
 def test_a_layer_computes_what_its_module_does(device: str, structure: Any):
     layer = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2).to(device)
     query, key, value = (x.to(device) for x in operands(90))
@@ -73,7 +88,7 @@ class Layer(nn.Module):
         self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
         self.num_attention_heads = 4
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
 
@@ -90,7 +105,7 @@ def test_layers_that_become_sparse_have_parameters_of_their_own():
     assert set(model.state_dict()) == keys
 
 
-@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+@EACH
 def test_layers_without_a_place_for_parameters_are_refused(structure: Any):
     sentence = f"{type(structure).__name__} adds parameters, a module a layer, and this kind of layer has no place"
     for make in (
@@ -158,24 +173,22 @@ def test_parameters_are_drawn_once():
     assert torch.equal(found, alone.sparse_attention.query_weight)
 
 
-@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+@EACH
 def test_samples_of_vmap_belong_into_the_batch(structure: Any):
-    layer: Any = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2)
     with pytest.raises(ValueError, match="Attention is called under torch.vmap, .* put samples into the batch"):
-        torch.func.vmap(layer.sparse_attention)(*(x[None] for x in operands(50)))
+        torch.func.vmap(module_of(structure))(*(x[None] for x in operands(50)))
 
 
-@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+@EACH
 def test_heads_that_are_too_large_are_not_sent_to_operations_of_layouts(structure: Any):
     layer: Any = SparseSelfAttention(structure, max_seq_length=96, head_dim=300)
     with pytest.raises(ValueError, match="Head size is 300; it has to be from 1 to 256. Of a layout, MatMul and"):
         layer.attend(*[torch.zeros(1, 4, 32, 300)] * 3)
 
 
-@pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
+@EACH
 def test_the_repr_has_the_sizes(structure: Any):
-    layer: Any = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2)
-    shown = repr(layer.sparse_attention)
+    shown = repr(module_of(structure))
     assert "num_heads=4, num_key_heads=2, head_dim=16, " in shown
     assert f"block=16, k={structure.num_chosen_blocks}, " in shown and "first=1, local=1" in shown
 
@@ -201,3 +214,80 @@ def test_the_share_that_is_computed():
 def test_a_structure_goes_through_its_block(mode: str):
     structure = ds_sparse.parse_sparse_attention({"mode": mode, "block": 32, "num_first_blocks": 2}, num_heads=4)
     assert (structure.block, structure.num_first_blocks, structure.num_chosen_blocks) == (32, 2, 16)
+
+
+def trained(made: nn.Module, call: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
+    """The output, the loss of a module that has one, and the gradients of operands and parameters."""
+    leaves = [*given, *made.parameters()]
+    for x in leaves:
+        x.grad = None
+    output = call(*given)
+    output.square().sum().backward()
+    losses = [made.loss.clone()] if hasattr(made, "loss") else []
+    return [output.detach(), *losses, *(x.grad for x in leaves)]
+
+
+def leaves_as(given: list[Tensor], *to: Any) -> list[Tensor]:
+    return [x.detach().to(*to).requires_grad_() for x in given]
+
+
+@EACH
+@pytest.mark.parametrize("way", ["reentrant", "without", "compiled", "dynamic", "compiled without"])
+def test_checkpoints_and_compiled_graphs_give_the_same(structure: Any, way: str):
+    torch._dynamo.reset()
+    made, given = module_of(structure), leaves_as(operands(61))
+    call: Callable[..., Tensor] = made
+    if "without" in way or way == "reentrant":
+        call = lambda *x: checkpoint(made, *x, use_reentrant=way == "reentrant")  # noqa: E731
+    if "compiled" in way or way == "dynamic":
+        call = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=way == "dynamic")
+    expected = trained(made, made, given)
+    if hasattr(made, "loss"):
+        made.loss.fill_(7)
+    torch.testing.assert_close(trained(made, call, given), expected)
+
+
+@EACH
+def test_bf16_and_autocast(device: str, structure: Any):
+    """Of so few tokens that roundings choose no other blocks."""
+    exact, given = module_of(structure).double(), leaves_as(operands(30), torch.float64)
+    expected = trained(exact, exact, given)
+    low, cast = (copy.deepcopy(exact).to(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+
+    def under_autocast(*x: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return cast(*x)
+
+    for made, call, dtype in ((low, low, torch.bfloat16), (cast, under_autocast, torch.float32)):
+        results = trained(made, call, leaves_as(given, device, dtype))
+        assert results[0].dtype == torch.bfloat16 and all(x.dtype == dtype for x in results[1:])
+        for x, y in zip(results, expected, strict=True):
+            error = (x.cpu().double() - y).norm() / y.norm()
+            assert error < 0.05
+
+
+@EACH
+def test_autocast_casts_an_operand_once(device: str, structure: Any):
+    """Each branch of nsa casts none of its own, nor do gates, the choice of blocks and the two calls of the loss."""
+    made, given = module_of(structure).to(device), leaves_as(operands(61), device)
+    with torch.autocast(device, torch.bfloat16), CountedOperators() as counted:
+        output = made(*given)
+    if structure is INDEXER:  # what is chosen is read once
+        assert counted.of["ds_sparse::selected_attention_forward"] == 3
+        assert counted.of["ds_sparse::index_bits_of_blocks"] == 1
+    with counted:
+        output.sum().backward()
+    of_the_loss = structure is INDEXER and device == "cuda"  # the gradient of its means
+    for shape, number in Counter(x.shape for x in given).items():
+        assert counted.casts[shape] in (2 * number, 2 * number + of_the_loss)  # and its gradient
+
+
+@EACH
+def test_the_state_dict_brings_a_module_back_without_the_loss(structure: Any):
+    made, given = module_of(structure), operands(40)
+    expected = made(*given)
+    assert made.state_dict().keys() == dict(made.named_parameters()).keys()
+    other = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2).sparse_attention
+    other.load_state_dict(made.state_dict())
+    assert torch.equal(other(*given), expected)
+    assert torch.equal(copy.deepcopy(made)(*given), expected)
