@@ -83,14 +83,8 @@ class Problem(AttentionProblem):
         return block_rows(torch.ones_like(live) if peer.dense else live, self.case.block, self.device)
 
 
-def fused(problem: Problem) -> Peer:
-    index = BlockIndex.build(problem.layout, problem.case.block)
-    attention: Callable[..., Any] = block_sparse_attention
-    return Peer(lambda query, key, value: attention(query, key, value, index))
-
-
-def with_option(make: Callable[[Problem], dict[str, Any]], least_error: float = 0.0) -> Build:
-    """Fused attention with an option that leaves results as they are, to an error: what it costs is the ratio to
+def fused(make: Callable[[Problem], dict[str, Any]] = lambda problem: {}, least_error: float = 0.0) -> Build:
+    """Fused attention, also with an option that leaves results as they are, to an error: what it costs is the ratio to
     ds_sparse."""
 
     def build(problem: Problem) -> Peer:
@@ -106,11 +100,11 @@ def ones(problem: Problem, *shape: int, dtype: torch.dtype | None = None) -> Ten
 
 
 OPTIONS: dict[str, Build] = {
-    "with-mask": with_option(lambda p: {"key_padding_mask": ones(p, 1, p.case.seq_len, dtype=torch.float32)}),
-    "with-rpe": with_option(lambda p: {"rpe": ones(p, p.case.heads, p.case.seq_len, p.case.seq_len)}),
-    "with-distance": with_option(lambda p: {"distance_bias": ones(p, p.case.heads, 2 * p.case.seq_len - 1)}),
-    "with-sinks": with_option(lambda p: {"sinks": ones(p, p.case.heads) * float("-inf")}),
-    "with-dropout": with_option(lambda p: {"dropout_p": 2.0**-15}, least_error=0.5),
+    "with-mask": fused(lambda p: {"key_padding_mask": ones(p, 1, p.case.seq_len, dtype=torch.float32)}),
+    "with-rpe": fused(lambda p: {"rpe": ones(p, p.case.heads, p.case.seq_len, p.case.seq_len)}),
+    "with-distance": fused(lambda p: {"distance_bias": ones(p, p.case.heads, 2 * p.case.seq_len - 1)}),
+    "with-sinks": fused(lambda p: {"sinks": ones(p, p.case.heads) * float("-inf")}),
+    "with-dropout": fused(lambda p: {"dropout_p": 2.0**-15}, least_error=0.5),
 }
 """Options of our own calls. A number that is added to all scores changes no softmax, and one probability in 32,768 that
 is dropped changes most parts of a result by less than 2 %, though one that few queries see by up to 30 %; it costs what
@@ -348,7 +342,7 @@ OPERATION = Operation(
     case=Case,
     problem=Problem,
     peers={
-        OURS: fused,
+        OURS: fused(),
         **OPTIONS,
         "composition": composition,
         "sdpa": sdpa(),

@@ -113,7 +113,6 @@ class Run:
         arguments: those after the operation, but for `--json`.
         conditions: what the numbers depend on besides the case: machine, versions, commit, date; perhaps a note.
         ceilings: rates of a GPU by dtype; empty on a CPU.
-        rows: so far.
     """
 
     operation: str

@@ -39,14 +39,7 @@ def advise(
     most_ranks: int,
 ) -> Advice | None:
     """The first of these that fits: a sequence a GPU, the same with activation checkpointing, and the fewest ranks of a
-    sequence, within a node if that can be. None where nothing does.
-
-    Args:
-        seq_len: tokens of a sequence, whole blocks.
-        walks_of: what each layer attends to, by settings.
-        memory_gib: of a GPU.
-        most_ranks: that can share a sequence.
-    """
+    sequence, within a node if that can be. None where nothing does."""
     shared = [
         replace(settings, ranks=ranks, checkpoints=True)
         for ranks in range(1, min(most_ranks, settings.gpus) + 1)

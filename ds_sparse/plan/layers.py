@@ -89,12 +89,7 @@ class Walk:
 
     @classmethod
     def of(cls, layout: Tensor, block: int) -> Walk:
-        """The tiles of an index of this layout, as on a Hopper GPU.
-
-        Args:
-            layout: bool (H or 1, R, R).
-            block: tokens on a block's side.
-        """
+        """The tiles of an index of a layout, bool (H or 1, R, R), as on a Hopper GPU."""
         live = torch.count_nonzero(layout).item() / len(layout) * block**2
         # Blocks of a tile's height and more are lines of their own; of the smallest, a tile has as many as it may.
         heights = [height for height in (TILE, HOPPER_TILE) if block < HOPPER_TILE and height <= MAX_LINES * block]
@@ -224,9 +219,6 @@ def walk_of(kind: Kind, model: Model, seq_len: int, lengths: Sequence[int] = ())
 
     Args:
         lengths: tokens of each rank, where ranks share the sequence and may exchange keys.
-
-    Raises:
-        ValueError: as `layout_of`.
     """
     layout = layout_of(kind, model, seq_len)
     if layout is None:

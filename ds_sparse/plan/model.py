@@ -176,9 +176,6 @@ def _from_file(path: str, model_type: str | None) -> Model:
 def model_of_config(name: str, family: str, config: Mapping[str, Any]) -> Model:
     """The model of the keys of a config.json.
 
-    Args:
-        family: of `FAMILIES`.
-
     Raises:
         KeyError: a size is missing.
         TypeError: a size is no number.

@@ -165,9 +165,7 @@ def make_plan(
 
     Args:
         block: the `sparse_attention` block; None trains dense.
-        source: names the file.
         document_tokens: mean tokens of a sequence that are text, the rest being padding.
-        memory_gib: of the GPU, where it is known.
 
     Raises:
         ValueError: a block that is wrong, a length that it has no layout for, documents longer than sequences; more

@@ -21,12 +21,7 @@ class Reach(NamedTuple):
 
 
 def reach_of(layout: Tensor, block: int) -> Reach:
-    """What a layout's heads see together.
-
-    Args:
-        layout: bool (H, R, R).
-        block: tokens on a block's side.
-    """
+    """What the heads of a layout, bool (H, R, R), see together."""
     seen = layout.any(0)
     blocks = len(seen)
     near = 0

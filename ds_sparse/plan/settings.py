@@ -67,7 +67,6 @@ def read_settings(
     """The settings of a configuration without its `sparse_attention` block; what is given counts for what it says.
 
     Args:
-        source: names the file in errors.
         gpus: as many as share a sequence, if not given.
 
     Raises:

@@ -49,12 +49,7 @@ class Step:
 
 
 def step_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walks: Sequence[Walked]) -> Step:
-    """Predicts a step.
-
-    Args:
-        seq_len: tokens of a sequence, whole blocks.
-        walks: what each layer attends to.
-    """
+    """The milliseconds of a step, where `walks` say what each layer attends to."""
     tokens = settings.tokens(seq_len)
     passes, alike = settings.accumulation, Counter(walks)
     copies = exchange(model) if settings.ranks > 1 else Part()

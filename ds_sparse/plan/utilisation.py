@@ -39,8 +39,6 @@ class StepWork:
 
         Args:
             block: the `sparse_attention` block; None trains dense.
-            source: names the file.
-            chip: the name of the GPU, or anything else.
 
         Raises:
             ValueError: a block that is wrong, a length that it has no layout for.

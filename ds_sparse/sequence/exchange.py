@@ -118,8 +118,6 @@ class Exchange:
 
     Args:
         heads: of each tensor, by rank.
-        lengths: tokens of each rank.
-        ranks: those that exchange.
     """
 
     def __init__(self, heads: Sequence[HeadsByRank], lengths: tuple[int, ...], ranks: RanksOfSequence):
@@ -216,8 +214,6 @@ class _View(NamedTuple):
     """A strip in what goes between ranks, and in its tensor.
 
     Attributes:
-        tensor: the number of the tensor.
-        shape: of both.
         on_the_way, start: strides and offset in what goes between ranks.
         in_place, first: strides in the tensor, and the offset from its first number.
     """
@@ -234,7 +230,6 @@ class _Strip(NamedTuple):
     """Heads that one copy moves: as many of each of some neighbouring ranks, all side by side in their tensor.
 
     Attributes:
-        tensor: the number of the tensor.
         start: the first head there.
         ranks, heads: how many.
         before: heads of all tensors that ranks before have.

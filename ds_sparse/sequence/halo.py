@@ -33,7 +33,6 @@ class TokenExchange:
     Args:
         sent: for each tensor the places of tokens that go to each rank, int64, on the tensors' device.
         coming: for each tensor how many tokens come from each rank.
-        ranks: those that exchange.
 
     Attributes:
         coming: the same without zeros.
@@ -107,9 +106,6 @@ def exchange_of(
     Args:
         wanted: for each tensor, and by rank, the places in the sequence of the tokens that the rank gets, int64,
             ascending.
-        lengths: tokens of each rank.
-        ranks: those that exchange.
-        device: of the tensors.
     """
     parts = parts_of(lengths)
     own = parts[ranks.rank]
@@ -125,13 +121,8 @@ class BlockHalo:
     own queries, so that one call computes both.
 
     Args:
-        plan: of the layout.
         layout: bool (1 or H, R, R), as the plan was made for.
-        block: tokens on a block's side.
-        lengths: tokens of each rank.
         causal: whether tokens see none after them, inside blocks too; the plan has no wide rows then.
-        ranks: those that share the sequence.
-        device: of the operands.
     """
 
     def __init__(
@@ -185,15 +176,7 @@ class BlockHalo:
 
 
 class WindowHalo:
-    """Attention to the tokens around, on the rank that has them.
-
-    Args:
-        attention: of a window.
-        lengths: tokens of each rank.
-        causal: whether tokens see none after them.
-        ranks: those that share the sequence.
-        device: of the operands.
-    """
+    """Attention to the tokens around, on the rank that has them."""
 
     def __init__(
         self,
@@ -248,10 +231,6 @@ class _WideRows:
 
     Args:
         wide: their places in the sequence, int64, ascending.
-        lengths: tokens of each rank.
-        queries: of a call.
-        ranks: those that share the sequence.
-        device: of the operands.
 
     Attributes:
         own: the places of the rank's own among its tokens.

@@ -132,8 +132,6 @@ def plan_halo(
 
     Args:
         layout: bool (1 or heads, R, R), R blocks for all tokens.
-        lengths: tokens of each rank.
-        causal: whether tokens see none after them: blocks above the diagonal are dead.
         may_be_wide: whether rows may be wide. Ranks compute these after their own, where causality would not cut them
             on the diagonal, and each would count sinks.
     """

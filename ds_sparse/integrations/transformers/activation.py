@@ -111,10 +111,8 @@ class Switch(Change):
 
     Args:
         model: the innermost PreTrainedModel around the layers.
-        layers: its attention layers by name.
         around: the Transformers models around it, whose configs are saved; of these, a config of the same class gets
             the structure too (T5's encoder may have a copy).
-        structures: for the model's number of heads, with a seed where they draw blocks.
         max_seq_length: tokens that layouts are built for; by default those of the config.
         decoders: the models beside it that stay dense, which may have the same config.
 
@@ -210,9 +208,6 @@ def _settle(model: PreTrainedModel, one_by_one: bool = False) -> None:
 
     Args:
         one_by_one: the parts of the model were named, so each has to be sparse.
-
-    Raises:
-        ValueError: attention layers that have the name would stay dense, or fail later.
     """
     found = roles(model, {owner: layers for owner, layers in layers_by_model(model).items() if _has_name(owner)})
     if one_by_one and found.decoders:

@@ -224,14 +224,7 @@ def _folder_of(model: str | os.PathLike[str]) -> Path:
 
 def _load(folder: Path, **options: Any) -> tuple[PreTrainedModel, Any]:
     """The model, by the class that its config names, and the tokenizer, None where there is none. What the weights lack
-    or have besides is said.
-
-    Args:
-        options: of `from_pretrained`.
-
-    Raises:
-        ValueError: a config, a model or a tokenizer that this Transformers cannot load.
-    """
+    or have besides is said."""
     cls = _class_of(folder)
     tokenizer = _tokenizer(folder)
     with _or_says(f"{folder}: its weights cannot be loaded", Exception):  # each format of weights has errors of its own

@@ -124,7 +124,6 @@ def why_not(
 
     Args:
         model: the innermost PreTrainedModel around the layers.
-        layers: by name.
         around: the models around it; one of them is tried where `model` takes inputs that only they give it.
     """
     name, config = type(model).__name__, model.config

@@ -49,9 +49,7 @@ def changes_by_structure(
     """A change for layers that share what computes in them, and one for those that are to stay dense.
 
     Args:
-        layers: of a family.
         kinds: of those that can be sparse, by name.
-        change: makes the change of layers that are alike.
         cross_attention: layers beside these that stay dense.
     """
     alike: dict[tuple[Any, ...], Alike] = {}
