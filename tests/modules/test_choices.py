@@ -90,13 +90,8 @@ def test_rows_are_the_keys_that_are_seen(name: str):
 
 
 def llama(block: dict[str, Any]) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=32, max_position_embeddings=128,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    families = pytest.importorskip("integrations.families")
+    model = families.make(families.DECODERS["llama"], num_hidden_layers=3)
     ds_sparse.sparsify(model, block)
     return model
 

@@ -63,14 +63,6 @@ def test_causality_sinks_and_queries_at_a_later_position(with_sinks, offset, pad
     torch.testing.assert_close(ours, theirs)
 
 
-def test_packed_documents_are_causal_each():
-    query, key, value = (torch.randn(1, 4, 10, 8, dtype=torch.float64) for _ in range(3))
-    output = dense_attention(query, key, value, cu_seqlens=torch.tensor([0, 7, 10]), causal=True)
-    seen = torch.block_diag(*(torch.ones(n, n) for n in (7, 3))).tril().bool()
-    scores = (8**-0.5 * query @ key.mT).masked_fill(~seen, float("-inf"))
-    torch.testing.assert_close(output, torch.softmax(scores, -1) @ value)
-
-
 def test_a_capture_of_packed_documents_is_a_sentence(monkeypatch):
     monkeypatch.setattr(cache, "is_captured", lambda device: True)
     x = torch.randn(1, 2, 10, 8)

@@ -1,4 +1,4 @@
-"""Modes "nsa" and "indexer", whose structures add parameters: their layers, and what their modules do alike."""
+"""Modes "nsa" and "indexer", whose structures add parameters, and what all that choose refuse alike, "moba" too."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import ds_sparse
 from ds_sparse import (
     BertSparseSelfAttention,
     IndexerSparsityConfig,
+    MobaSparsityConfig,
     NativeSparsityConfig,
     SparseMultiheadAttention,
     SparseSelfAttention,
@@ -30,6 +31,8 @@ NSA = NativeSparsityConfig(
     causal=True,
 )  # fmt: skip
 INDEXER = IndexerSparsityConfig(4, block=16, num_chosen_blocks=2, num_first_blocks=1, index_dim=8)
+MOBA = MobaSparsityConfig(4, block=16, num_chosen_blocks=2)
+BY_BLOCK = MobaSparsityConfig(4, block=16, num_chosen_blocks=2, selection="block")
 EACH = pytest.mark.parametrize("structure", [NSA, INDEXER], ids=["nsa", "indexer"])
 
 
@@ -124,19 +127,30 @@ def test_layers_without_a_place_for_parameters_are_refused(structure: Any):
         attention.of_heads((0, 1))
 
 
+PACKED = {"cu_seqlens": torch.tensor([0, 32])}
+BIASED, DROPPING = {"rpe": torch.zeros(32, 32)}, {"dropout_p": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("structure", "options", "sentence"),
     [
-        ({"rpe": torch.zeros(32, 32)}, "rpe: IndexerSparsityConfig does not compute it"),
-        ({"dropout_p": 0.1}, r"dropout of attention .0.1.: .*; set it to 0\.$"),
-        ({"sinks": torch.zeros(4)}, "sinks: "),
-        ({"document_layout": "row", "cu_seqlens": torch.tensor([0, 32])}, "document_layout='row'"),
+        (INDEXER, BIASED, "rpe: IndexerSparsityConfig does not compute it"),
+        (INDEXER, DROPPING, r"dropout of attention .0.1.: .*; set it to 0\.$"),
+        (INDEXER, {"sinks": torch.zeros(4)}, "sinks: "),
+        (INDEXER, PACKED | {"document_layout": "row"}, "document_layout='row'"),
+        (MOBA, BIASED, "rpe: MobaSparsityConfig .* take a structure with a layout"),
+        (MOBA, DROPPING, 'dropout of attention .0.1.: .* set it to 0, or take selection "block"'),
+        (MOBA, DROPPING | {"causal": True}, r"dropout of attention .0.1.: .* set it to 0\.$"),
+        (MOBA, PACKED | {"document_layout": "row"}, "document_layout='row'"),
+        (BY_BLOCK, {"query_offset": 4}, 'query_offset, as of cached keys: .* take selection "token"'),
+        (BY_BLOCK, {"causal": True}, 'a causal layer, whose tokens would choose .* take selection "token"'),
+        (BY_BLOCK, PACKED, 'cu_seqlens of packed documents: .* take selection "token"'),
     ],
 )
-def test_what_is_not_computed_is_refused(options: dict[str, Any], sentence: str):
-    layer = SparseSelfAttention(INDEXER, max_seq_length=32, head_dim=16, num_key_heads=2)
+def test_what_is_not_computed_is_refused(structure: Any, options: dict[str, Any], sentence: str):
+    layer = SparseSelfAttention(structure, max_seq_length=32, head_dim=16, num_key_heads=2)
     with pytest.raises(ValueError, match=sentence):
-        layer.attention(*operands(32, batch=1), learned=layer.sparse_attention, **options)
+        layer.attention(*operands(32, batch=1), learned=layer._modules.get("sparse_attention"), **options)
 
 
 def test_nsa_is_refused_where_tokens_see_later_ones():
@@ -154,6 +168,13 @@ def test_nsa_is_refused_where_tokens_see_later_ones():
         (IndexerSparsityConfig, {"index_heads": "some"}, "'group', 'head' or 'one'"),
         (IndexerSparsityConfig, {"loss_weight": 0.0}, "greater than 0"),
         (IndexerSparsityConfig, {"strict_causal": True}, "strict_causal"),
+        (MobaSparsityConfig, {"block": 8}, "Input should be 16, 32, 64, 128, 256, 512 or 1024"),
+        (MobaSparsityConfig, {"num_chosen_blocks": 2, "num_first_blocks": 2}, "take 3 blocks whatever they score, and"),
+        (MobaSparsityConfig, {"num_chosen_blocks": 2, "num_sliding_window_blocks": 3}, "take 3 blocks"),
+        (MobaSparsityConfig, {"block": 512, "selection": "block"}, "block is 512, and blocks of queries that choose"),
+        (MobaSparsityConfig, {"strict_causal": True}, "strict_causal"),  # cuts layouts, and seeds draw them
+        (MobaSparsityConfig, {"seed": 0}, "seed"),
+        (MobaSparsityConfig, {"selection": "block", "causal": True}, 'selection is "block" and causal true'),
     ],
 )
 def test_fields_that_do_not_fit(cls: Any, fields: dict[str, Any], sentence: str):
@@ -173,10 +194,14 @@ def test_parameters_are_drawn_once():
     assert torch.equal(found, alone.sparse_attention.query_weight)
 
 
-@EACH
-def test_samples_of_vmap_belong_into_the_batch(structure: Any):
-    with pytest.raises(ValueError, match="Attention is called under torch.vmap, .* put samples into the batch"):
-        torch.func.vmap(module_of(structure))(*(x[None] for x in operands(50)))
+@pytest.mark.parametrize(
+    ("structure", "name"),
+    [(NSA, "NativeSparseAttention"), (INDEXER, "IndexerAttention"), (MOBA, "MobaSparsityConfig")],
+)
+def test_samples_of_vmap_belong_into_the_batch(structure: Any, name: str):
+    layer = SparseSelfAttention(structure, max_seq_length=96, head_dim=16, num_key_heads=2)
+    with pytest.raises(ValueError, match=f"{name} is called under torch.vmap, .* put samples into the batch"):
+        torch.func.vmap(layer.attend)(*(x[None] for x in operands(50)))
 
 
 @EACH
@@ -208,12 +233,18 @@ def test_the_share_that_is_computed():
     )  # fmt: skip
     assert nsa.computed_share(64) == 7 / 16 + 1 / 16 + 1 / 4
     assert nsa.computed_share(16) == 1
+    assert MOBA.computed_share(64) == 8 / 16 and MOBA.computed_share(16) == 1
+    assert MobaSparsityConfig(4, block=16, num_chosen_blocks=2, causal=True).computed_share(64) == 7 / 16
 
 
-@pytest.mark.parametrize("mode", ["nsa", "indexer"])
-def test_a_structure_goes_through_its_block(mode: str):
-    structure = ds_sparse.parse_sparse_attention({"mode": mode, "block": 32, "num_first_blocks": 2}, num_heads=4)
-    assert (structure.block, structure.num_first_blocks, structure.num_chosen_blocks) == (32, 2, 16)
+@pytest.mark.parametrize(
+    ("mode", "cls"), [("nsa", NativeSparsityConfig), ("indexer", IndexerSparsityConfig), ("moba", MobaSparsityConfig)]
+)
+def test_a_structure_goes_through_its_block(mode: str, cls: Any):
+    block = {"mode": mode, "block": 32, "num_first_blocks": 2, "num_chosen_blocks": 5}
+    structure = ds_sparse.parse_sparse_attention(block, num_heads=4)
+    assert type(structure) is cls
+    assert (structure.block, structure.num_first_blocks, structure.num_chosen_blocks) == (32, 2, 5)
 
 
 def trained(made: nn.Module, call: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:

@@ -111,24 +111,6 @@ def test_cached_keys_are_chosen_as_all_others(device: str):
         torch.testing.assert_close(one, together[:, :, at : at + 1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "selection", "sentence"),
-    [
-        ({"rpe": torch.zeros(32, 32)}, "token", "rpe: MobaSparsityConfig .* take a structure with a layout"),
-        ({"dropout_p": 0.1}, "token", 'dropout of attention .0.1.: .* set it to 0, or take selection "block"'),
-        ({"dropout_p": 0.1, "causal": True}, "token", r"dropout of attention .0.1.: .* set it to 0\.$"),
-        ({"query_offset": 4}, "block", 'query_offset, as of cached keys: .* take selection "token"'),
-        ({"causal": True}, "block", 'a causal layer, whose tokens would choose .* take selection "token"'),
-        ({"cu_seqlens": torch.tensor([0, 32])}, "block", 'cu_seqlens of packed documents: .* take selection "token"'),
-        ({"document_layout": "row", "cu_seqlens": torch.tensor([0, 32])}, "token", "document_layout='row'"),
-    ],
-)
-def test_what_is_not_computed_is_refused(options: dict[str, Any], selection: Any, sentence: str):
-    attention = StructuredAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2, selection=selection), 32)
-    with pytest.raises(ValueError, match=sentence):
-        attention(*operands(32, batch=1), **options)
-
-
 def test_a_mask_that_learns_is_refused():
     attention = StructuredAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), 32)
     with pytest.raises(ValueError, match="key_padding_mask requires a gradient, and masks have none here"):
@@ -180,48 +162,10 @@ def test_no_sequences_and_tensors_without_values_give_their_shape(selection: Any
         assert [x.shape for x in torch.autograd.grad(output.sum(), leaves)] == [x.shape for x in leaves]
 
 
-def test_samples_of_vmap_belong_into_the_batch():
-    attention = SparseSelfAttention(MobaSparsityConfig(4, block=16, num_chosen_blocks=2), max_seq_length=64)
-    with pytest.raises(
-        ValueError, match="MobaSparsityConfig is called under torch.vmap, .* put samples into the batch"
-    ):
-        torch.func.vmap(attention.attend)(*(x[None] for x in operands(50)))
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"block": 8}, "Input should be 16, 32, 64, 128, 256, 512 or 1024"),
-        ({"num_chosen_blocks": 2, "num_first_blocks": 2}, "take 3 blocks whatever they score, and num_chosen_blocks"),
-        ({"num_chosen_blocks": 2, "num_sliding_window_blocks": 3}, "take 3 blocks"),
-        ({"block": 512, "selection": "block"}, "block is 512, and blocks of queries that choose together have 128"),
-        ({"strict_causal": True}, "strict_causal"),  # cuts layouts, and seeds draw them
-        ({"seed": 0}, "seed"),
-        ({"selection": "block", "causal": True}, 'selection is "block" and causal true'),
-    ],
-)
-def test_fields_that_do_not_fit(fields: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
-        MobaSparsityConfig(4, **fields)
-
-
-def test_the_share_that_is_computed():
-    both = MobaSparsityConfig(4, block=16, num_chosen_blocks=2)
-    assert both.computed_share(64) == 8 / 16
-    causal = MobaSparsityConfig(4, block=16, num_chosen_blocks=2, causal=True)
-    assert causal.computed_share(64) == 7 / 16
-    assert both.computed_share(16) == 1
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_decoder_generates_as_it_trains(compiled: bool):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=32, max_position_embeddings=128,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    families = pytest.importorskip("integrations.families")
+    model = families.make(families.DECODERS["llama"])
     tokens = torch.randint(50, (2, 70), generator=seeded(0))
     dense = model(tokens).logits
     report = sparsify(model, {"mode": "moba", "block": 16, "num_chosen_blocks": 2})
@@ -236,13 +180,6 @@ def test_a_decoder_generates_as_it_trains(compiled: bool):
     assert all(parameter.grad is not None for parameter in model.parameters())
     report.undo()
     torch.testing.assert_close(model(tokens).logits, dense)
-
-
-def test_a_structure_goes_through_its_block():
-    block = {"mode": "moba", "block": 32, "num_chosen_blocks": 3, "selection": "block"}
-    structure = ds_sparse.parse_sparse_attention(block, num_heads=4)
-    assert isinstance(structure, MobaSparsityConfig)
-    assert (structure.block, structure.selection) == (32, "block")
 
 
 def test_layers_that_drop_are_refused_at_the_door():
@@ -260,11 +197,8 @@ def test_layers_that_drop_are_refused_at_the_door():
 
 
 def test_a_causal_model_refuses_blocks_of_queries_at_the_door():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
-    )
-    model = transformers.LlamaForCausalLM(config)
+    families = pytest.importorskip("integrations.families")
+    model = families.make(families.DECODERS["llama"])
     with pytest.raises(ValueError, match='LlamaAttention. cannot be sparse. a causal layer, .* take selection "token"'):
         sparsify(model, {"mode": "moba", "selection": "block"})
     assert model.config._attn_implementation != "ds_sparse"
