@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import seeded
+from integrations import families
+from integrations.families import DECODERS, MASKED, VOCABULARY, assert_close
 
 import ds_sparse
 from ds_sparse import sparsify
-
-transformers = pytest.importorskip("transformers")
 
 INDEXER = {"mode": "indexer", "block": 16, "num_chosen_blocks": 2, "index_dim": 8}
 NSA = {
@@ -25,16 +26,16 @@ BOTH = pytest.mark.parametrize("block", [NSA, INDEXER], ids=["nsa", "indexer"])
 
 
 def llama(**more: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=32, max_position_embeddings=128, **more,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    return families.make(DECODERS["llama"], **more)
 
 
 def tokens(length: int = 70) -> torch.Tensor:
-    return torch.randint(50, (2, length), generator=seeded(0))
+    return torch.randint(VOCABULARY, (2, length), generator=seeded(0))
+
+
+def trained(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a model, and all gradients."""
+    return families.run(model, {"input_ids": ids, "labels": ids}, lambda output: output.loss)
 
 
 def learned(model: Any) -> dict[str, torch.Tensor]:
@@ -162,43 +163,24 @@ def test_a_text_is_the_same_with_a_cache(block: dict[str, Any], cache: dict[str,
 def test_gradient_checkpointing_gives_the_same_gradients(block: dict[str, Any], reentrant: bool):
     model, ids = llama().train(), tokens()
     sparsify(model, block)
-    grads = []
-    for checkpointed in (False, True):
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        grads.append({name: x.grad.clone() for name, x in model.named_parameters()})
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad)
+    plain = trained(model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_close(trained(model, ids), plain, rtol=1e-6)
 
 
 @BOTH
 def test_a_graph_of_torch_compile_has_it_all(block: dict[str, Any]):
     model, ids = llama().train(), tokens()
     sparsify(model, block)
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    wanted = {name: x.grad.clone() for name, x in model.named_parameters()}
-    model.zero_grad()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels=ids).loss
-    compiled.backward()
-    torch.testing.assert_close(compiled, loss)
-    for name, x in model.named_parameters():
-        torch.testing.assert_close(x.grad, wanted[name], atol=1e-5, rtol=1e-4)
-
-
-def bert(**more: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
-        max_position_embeddings=128, attention_probs_dropout_prob=0.0, **more,
-    )  # fmt: skip
-    return transformers.BertForMaskedLM(config)
+    wanted = trained(model, ids)
+    model.compile(backend="aot_eager", fullgraph=True)
+    found = trained(model, ids)
+    torch.testing.assert_close(found[0], wanted[0])
+    assert_close(found, wanted)
 
 
 def test_an_encoder_learns_by_an_indexer_and_not_by_nsa():
-    model, ids = bert().train(), tokens(128)
+    model, ids = families.make(MASKED["bert"]).train(), tokens(64)
     with pytest.raises(ValueError, match=r"layer bert.encoder.* cannot be sparse. NativeSparsityConfig is for causal"):
         sparsify(model, NSA)
     assert not learned(model) and model.config._attn_implementation == "sdpa"
@@ -206,7 +188,7 @@ def test_an_encoder_learns_by_an_indexer_and_not_by_nsa():
     loss = model(ids, labels=ids).loss
     loss.backward()
     assert all(x.grad.any() for x in learned(model).values())
-    other = bert(is_decoder=False).train()
+    other = families.make(MASKED["bert"], is_decoder=False).train()
     sparsify(other, NSA | {"causal": True})
     other(ids, labels=ids).loss.backward()
     assert all(x.grad is not None for x in learned(other).values())

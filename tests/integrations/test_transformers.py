@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from helpers import assert_as_accurate
+from helpers import CountedOperators, assert_as_accurate
 from integrations import families
 from integrations.families import (
     ENCODERS,
@@ -30,7 +30,6 @@ from integrations.families import (
     newest,
 )
 from integrations.pairs import pairs
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -667,13 +666,6 @@ def test_other_models_of_the_family_compute_as_before(door):
     torch.testing.assert_close(*outputs)
 
 
-def test_a_sparse_model_is_not_made_sparse_again():
-    model = make()
-    ds_sparse.sparsify(model, RANDOM)
-    with pytest.raises(ValueError, match="bert.encoder.layer.0.attention.self of BertForMaskedLM is sparse already"):
-        ds_sparse.sparsify(model, RANDOM)
-
-
 def test_a_layer_that_runs_without_its_sparse_attention_is_named():
     for forwards in range(2):
         model = make()
@@ -895,16 +887,6 @@ def test_the_attention_function_scales_as_it_is_told():
         torch.testing.assert_close(output, truth.transpose(1, 2))
 
 
-class Calls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 def test_strided_inputs_and_those_of_fewer_heads_are_not_copied(key_heads):
     model = make()
@@ -913,9 +895,9 @@ def test_strided_inputs_and_those_of_fewer_heads_are_not_copied(key_heads):
     query, key, value = (torch.randn(2, 64, heads, 8).transpose(1, 2) for heads in (HEADS, key_heads, key_heads))
     mask = torch.ones(2, 64, dtype=torch.bool)
     interface.attention(layer, query, key, value, mask)
-    with Calls() as calls, torch.no_grad():
+    with CountedOperators() as counted, torch.no_grad():
         output, weights = interface.attention(layer, query, key, value, mask)
-    copies = [name for name in calls.names if "clone" in name or "copy" in name or "contiguous" in name]
+    copies = [name for name in counted.of.elements() if "clone" in name or "copy" in name or "contiguous" in name]
     assert len(copies) == 1  # the output, which has to be contiguous
     assert output.shape == (2, 64, HEADS, 8) and output.is_contiguous() and weights is None
 

@@ -11,16 +11,6 @@ from torch import nn
 import ds_sparse
 
 
-def test_an_optimizer_of_before_trains_the_sparse_model():
-    model, x = Sequence(InTheManner()), hidden()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ds_sparse.sparsify(model, LOCAL, max_seq_length=64)
-    before = model(x)
-    before.square().sum().backward()
-    optimizer.step()
-    assert not torch.equal(model(x), before)
-
-
 def test_dropout_and_length_are_the_models():
     model = Sequence(InTheManner(), InTheManner())
     model.config = transformers.BertConfig(max_position_embeddings=100)

@@ -126,11 +126,3 @@ def test_a_model_that_computes_a_layer_from_its_weights_is_refused(kind):
 
 def test_a_model_that_reads_the_weights_of_a_layer_for_other_ends_is_taken():
     assert len(ds_sparse.sparsify(nn.Sequential(Initialized(), Initialized()), DENSE).replaced) == 2
-
-
-def test_nested_tensors_are_off_while_layers_are_sparse():
-    model = encoder()
-    report = ds_sparse.sparsify(model, LOCAL, max_seq_length=64)
-    assert not model.use_nested_tensor
-    report.undo()
-    assert model.use_nested_tensor
