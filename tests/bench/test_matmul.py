@@ -56,19 +56,6 @@ def test_density_of_a_window_is_that_of_the_mask(reach):
     assert window.Case(100, reach, "fp32").density == pytest.approx(mask.double().mean().item())
 
 
-def test_a_wrong_peer_of_windows_is_named(measure, monkeypatch):
-    def other_window(problem):
-        return window.OPERATION.peers["SDPA band mask"](
-            window.Problem(window.Case(128, 9, "fp32", heads=2), problem.device, NONE)
-        )
-
-    monkeypatch.setitem(window.OPERATION.peers, "sliding chunks", other_window)
-    result = measure(window.OPERATION, window.Case(128, 8, "fp32", heads=2), ["SDPA dense", "sliding chunks"])
-    assert {row.reason.partition(" has")[0] for row in result.rows if row.name == "sliding chunks"} == {
-        "output, batch 0, head 0"
-    }
-
-
 @pytest.mark.parametrize("wrong", [None, 0, -1])
 def test_of_torch_sparse_the_call_that_is_timed_is_verified(measure, monkeypatch, wrong):
     """Wrong is one head of the first or the last of many sequences."""

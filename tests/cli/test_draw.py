@@ -51,13 +51,12 @@ def test_a_layout_as_a_picture(tmp_path, capsys):
     assert out.stat().st_size > 1000 and capsys.readouterr().out.endswith(f"drawn to {out}.\n")
 
 
-BY_LAYER = {"mode": "dense", "layers": {"0-1,4": {"mode": "bslongformer"}, "2": {"block": 32}, "3": None}}
+BY_LAYER = str(Path(__file__).parent / "transcripts" / "layers.json")
 
 
 def test_there_is_a_picture_of_every_structure_that_layers_have(tmp_path):
-    file, out = tmp_path / "ds.json", tmp_path / "layout.svg"
-    file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
-    assert main(["draw", str(file), "--seq", "128", "--out", str(out)]) == 0
+    out = tmp_path / "layout.svg"
+    assert main(["draw", BY_LAYER, "--seq", "128", "--out", str(out)]) == 0
     names = [f"layout.{layers}.svg" for layers in ("layers-0-1,4", "layers-2", "other-layers")]
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == names
 
@@ -72,44 +71,40 @@ def test_there_is_a_picture_of_every_structure_that_layers_have(tmp_path):
 )
 def test_a_file_that_exists_is_overwritten_only_when_asked_to(tmp_path, monkeypatch, capsys, words, there):
     monkeypatch.chdir(tmp_path)
-    Path("ds.json").write_text(json.dumps({"sparse_attention": BY_LAYER}))
-    words = ["draw", "ds.json", "--seq", "128", *words]
+    words = ["draw", BY_LAYER, "--seq", "128", *words]
     for name in there:
         Path(name).write_text("mine")
         assert main(words) == 1 and f"{name} is there already" in capsys.readouterr().err
-        assert Path(name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+        assert Path(name).read_text() == "mine" and [x.name for x in tmp_path.iterdir()] == [name]
         assert main([*words, "--force"]) == 0 and "mine" not in Path(name).read_text()
         for drawn in tmp_path.glob("a.*"):
             drawn.unlink()
 
 
 def test_a_file_that_pictures_of_layers_are_only_named_after_is_no_obstacle(tmp_path, capsys):
-    file, kept = tmp_path / "ds.json", tmp_path / "a.svg"
-    file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
+    kept = tmp_path / "a.svg"
     kept.write_text("mine")
-    assert main(["draw", str(file), "--seq", "128", "--out", str(kept)]) == 0
+    assert main(["draw", BY_LAYER, "--seq", "128", "--out", str(kept)]) == 0
     assert kept.read_text() == "mine" and len(list(tmp_path.glob("a.*.svg"))) == 3
 
 
 def test_a_page_has_every_structure_of_every_file(tmp_path, capsys):
-    file, out = tmp_path / "ds.json", tmp_path / "layout.html"
-    file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
-    assert main(["draw", str(file), str(CONFIGS / "fixed.json"), "--seq", "128", "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"{file} and {CONFIGS / 'fixed.json'}: drawn to {out}.\n"
+    out = tmp_path / "layout.html"
+    assert main(["draw", BY_LAYER, str(CONFIGS / "fixed.json"), "--seq", "128", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{BY_LAYER} and {CONFIGS / 'fixed.json'}: drawn to {out}.\n"
     data = data_of(out)
     assert [(sheet["file"], sheet["name"], sheet["block"]) for sheet in data["sheets"]] == [
-        ("ds.json", "other layers", 16), ("ds.json", "layers 0-1,4", 16), ("ds.json", "layers 2", 32),
+        ("layers.json", "other layers", 16), ("layers.json", "layers 0-1,4", 16), ("layers.json", "layers 2", 32),
         ("fixed.json", "", 16),
     ]  # fmt: skip
     assert data["sheets"][0]["about"]["mode"] == "dense"
-    assert data["notes"] == ["ds.json: layers 3 are null, the model's own dense attention, and have no layout."]
-    assert "<h1>ds.json and fixed.json at 128 tokens</h1>" in out.read_text()
+    assert data["notes"] == ["layers.json: layers 3 are null, the model's own dense attention, and have no layout."]
+    assert "<h1>layers.json and fixed.json at 128 tokens</h1>" in out.read_text()
 
 
 def test_a_page_of_one_head_and_one_layer_has_these_alone(tmp_path):
-    file, out = tmp_path / "ds.json", tmp_path / "layout.html"
-    file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
-    assert main(["draw", str(file), "--seq", "128", "--layer", "4", "--head", "3", "--out", str(out)]) == 0
+    out = tmp_path / "layout.html"
+    assert main(["draw", BY_LAYER, "--seq", "128", "--layer", "4", "--head", "3", "--out", str(out)]) == 0
     (sheet,) = data_of(out)["sheets"]
     assert [head["name"] for head in sheet["heads"]] == ["head 3"] and sheet["about"]["mode"] == "bslongformer"
 
@@ -117,13 +112,11 @@ def test_a_page_of_one_head_and_one_layer_has_these_alone(tmp_path):
 @pytest.fixture
 def checkpoints(tmp_path, monkeypatch, capsys):
     """Folders with a dense decoder, and one that has learned to choose, with a text and a block beside them."""
-    transformers = pytest.importorskip("transformers")
+    transformers, families = pytest.importorskip("transformers"), pytest.importorskip("integrations.families")
     monkeypatch.chdir(tmp_path)
-    config = transformers.LlamaConfig(
-        vocab_size=11, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=16, max_position_embeddings=256,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained("dense")
+    dense = families.make(families.DECODERS["llama"], vocab_size=11, num_hidden_layers=3)
+    dense.save_pretrained("dense")
+    config = dense.config
     config.sparse_attention = {"mode": "indexer", "block": 16, "num_chosen_blocks": 2, "index_dim": 8}
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ds_sparse")
     model.save_pretrained("indexer")

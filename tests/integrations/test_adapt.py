@@ -6,23 +6,19 @@ import re
 import pytest
 import torch
 import transformers
+from integrations.families import DISTILBERT, SMALL, T5, Family, make
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import ds_sparse
 
 WORDS = {word: number for number, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *map(str, range(45))])}
-SIZES = {
-    "vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 1,
-}  # fmt: skip
-DISTILBERT = {"vocab_size": 50, "dim": 32, "hidden_dim": 64, "n_heads": 4, "n_layers": 2, "max_position_embeddings": 64}
-T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 1}
+SIZES = SMALL | {"vocab_size": len(WORDS), "pad_token_id": 1}
 FAMILIES = {
     "bert": (transformers.BertForMaskedLM, SIZES),
     "roberta": (transformers.RobertaForSequenceClassification, SIZES | {"max_position_embeddings": 66}),
-    "distilbert": (transformers.DistilBertModel, DISTILBERT),
+    "distilbert": (transformers.DistilBertModel, DISTILBERT | {"vocab_size": len(WORDS)}),
     "nomic": (transformers.NomicBertModel, SIZES),
-    "t5": (transformers.T5EncoderModel, T5),
+    "t5": (transformers.T5EncoderModel, T5 | {"vocab_size": len(WORDS)}),
     "mpnet": (transformers.MPNetModel, SIZES | {"max_position_embeddings": 66}),
 }
 DENSE = {"mode": "dense", "block": 16}
@@ -31,10 +27,7 @@ SPARSE = {"mode": "bslongformer", "block": 16}
 
 def write(folder, family="bert", tokenizer=True, **changes):
     """A dense checkpoint, as others publish it, and its model."""
-    cls, sizes = FAMILIES[family]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = cls(cls.config_class(**sizes | changes)).eval()
+    model = make(Family(*FAMILIES[family]), **changes).eval()
     model.save_pretrained(folder)
     if tokenizer:
         words = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
