@@ -95,7 +95,7 @@ struct AttentionRowStrip {
   int64_t depth;                // multiplicands of a query
   int64_t first, rows;          // the first token, and how many; a multiple of 8, perhaps beyond the last
   int64_t row_end, column_end;  // tokens that there are
-  double scale, softcap;  // softcap 0: none
+  double scale, softcap;        // softcap 0: none
   bool causal;
   // Token t sees tokens limits[2 * t] to limits[2 * t + 1] - 1, the first num_global ones see all and are seen by all,
   // and causality goes by the tokens' places; the same for rows and columns. Null: everything, and the tokens' order.
