@@ -30,3 +30,12 @@ def several_axes(columns: int, heights: Sequence[float]) -> tuple[Figure, Any]:
             spine.set_color(TEXT)
             spine.set_visible(side in ("left", "bottom"))
     return figure, plots
+
+
+def legend_below(figure: Figure, columns: int = 3) -> None:
+    """Names each line once, in the place of a legend that is there."""
+    for legend in [*figure.legends]:
+        legend.remove()
+    lines = {name: line for plot in figure.axes for line, name in zip(*plot.get_legend_handles_labels())}
+    style: dict[str, Any] = {"frameon": False, "labelcolor": TEXT, "fontsize": 8}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns, **style)

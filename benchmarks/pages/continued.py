@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from benchmarks.train import results as train_results
 from benchmarks.train.results import BASE_ARM, DENSE, FAR, Arm
 
-from .axes import OURS, PLAIN, TEXT, THEIRS, several_axes
+from .axes import OURS, PLAIN, TEXT, THEIRS, legend_below, several_axes
 from .tables import trained
 
 NAMES = "name_"
@@ -45,7 +45,7 @@ def draw_continued(runs: Sequence[str]) -> Figure:
     if short:
         more.axhline(0, color=TEXT, linewidth=1)
         more.set_ylabel(f"over {short.name}", color=TEXT)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, labelcolor=TEXT, fontsize=8)
+    legend_below(figure)
     return figure
 
 

@@ -15,7 +15,7 @@ from benchmarks.models.attentions import FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from benchmarks.models.results import longest_of
 from benchmarks.train import results as train_results
 
-from .axes import OURS, PLAIN, TEXT, THEIRS, axes, several_axes
+from .axes import OURS, PLAIN, TEXT, THEIRS, axes, legend_below, several_axes
 from .claims import (
     CONTINUED,
     DECODER,
@@ -74,7 +74,7 @@ def draw_speed(runs: Sequence[str]) -> Figure:
     plot.set_xlabel("tokens of a sequence", color=TEXT)
     plot.set_ylabel("tokens a second", color=TEXT)
     plot.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, labelcolor=TEXT, fontsize=8)
+    legend_below(figure)
     return figure
 
 

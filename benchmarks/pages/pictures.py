@@ -1,13 +1,22 @@
-"""Draws the pictures of docs/structures.md into docs/pictures, and, where Chromium is installed, that of the page in
-docs/json-and-flag.md: .venv/bin/python -m benchmarks.pages.pictures"""
+"""Draws the pictures of docs/structures.md and of the README's results into docs/pictures, and, where Chromium is
+installed, that of the page in docs/json-and-flag.md: .venv/bin/python -m benchmarks.pages.pictures"""
 
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 import ds_sparse
 from ds_sparse.drawing import Sheet, save_drawing, save_page
+
+from .axes import legend_below
+from .claims import LENGTHS, RECALL
+from .gains import draw_speed
+from .recall import draw_recall
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 
@@ -29,14 +38,32 @@ BLOCKS = {
 }  # fmt: skip
 """The block of the JSON for each picture."""
 
+RESULTS: dict[str, Callable[[], Figure]] = {
+    "found-by-distance": partial(draw_recall, RECALL, hops=(0, 1), sides=(False,)),
+    "tokens-a-second": partial(draw_speed, LENGTHS),
+}
+"""Pictures of committed results, which stand in the README side by side."""
+
 
 def main() -> None:
     for name, block in BLOCKS.items():
         structure = ds_sparse.parse_sparse_attention(block, num_heads=1, seq_len=TOKENS)
         save_drawing(structure.make_rows(TOKENS), structure.block, PICTURES / f"{name}.png", name)
+    save_results()
     browser = shutil.which("chromium")
     if browser is not None:
         picture_of_page(browser)
+
+
+def save_results() -> None:
+    """Each half as wide as the README."""
+    for name, draw in RESULTS.items():
+        figure = draw()
+        figure.set_size_inches(4.8, 5.2)
+        legend_below(figure, columns=2)
+        for plot in figure.axes:
+            plot.tick_params(axis="x", labelsize=8, rotation=30)
+        figure.savefig(PICTURES / f"{name}.png", dpi=120)
 
 
 def picture_of_page(browser: str) -> None:

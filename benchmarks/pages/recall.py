@@ -15,29 +15,33 @@ from ds_sparse.config import parse_sparse_attention
 from ds_sparse.plan.reach import reach_of
 from ds_sparse.sparsity import ChosenSparsityConfig
 
-from .axes import OURS, PLAIN, TEXT, THEIRS, several_axes
+from .axes import OURS, PLAIN, TEXT, THEIRS, legend_below, several_axes
 from .tables import trained
 
 CONNECTED = 0.9
 """Least share of the blocks at a distance that a way connects."""
 
 
-def draw_recall(runs: Sequence[str]) -> Figure:
+def draw_recall(runs: Sequence[str], hops: Sequence[int] = (), sides: Sequence[bool] = (False, True)) -> Figure:
     """Percent of values that were told against distance, of all seeds, and as a band from the seed that told least to
-    the one that told most: a row for each number of hops, tokens that see both ways on the left, causal ones on the
-    right."""
+    the one that told most.
+
+    Args:
+        hops: a row for each of these numbers; by itself for all.
+        sides: a column for tokens that see both ways (False), and for causal ones (True).
+    """
     ((_, arms),) = train_results.arms_by_case(trained(runs)).items()
     told = {arm.name: train_results.accuracies(arm) for arm in arms}
-    kinds = list(dict.fromkeys(hops for of_arm in told.values() for hops, _ in of_arm))
+    kinds = sorted(hops or {of for of_arm in told.values() for of, _ in of_arm})
     # THEIRS goes on with one that is near to one of OURS.
     colour_of = dict(zip(dict.fromkeys(map(label_of, arms)), (*OURS, *THEIRS[:4], PLAIN), strict=False))
-    figure, plots = several_axes(2, [2.2] * len(kinds))
-    for hops, row in zip(sorted(kinds), plots, strict=True):
-        for plot, is_causal in zip(row, (False, True), strict=True):
+    figure, plots = several_axes(len(sides), [2.2] * len(kinds))
+    for kind, row in zip(kinds, plots, strict=True):
+        for plot, is_causal in zip(row, sides, strict=True):
             for arm in (arm for arm in arms if arm.is_causal == is_causal):
-                points = [(at, 100 * part) for (of, at), part in told[arm.name].items() if of == hops]
+                points = [(at, 100 * part) for (of, at), part in told[arm.name].items() if of == kind]
                 places = [at for at, _ in points]
-                by_seed = [[100 * of_seed[hops, at] for at in places] for of_seed in seeds_told(arm)]
+                by_seed = [[100 * of_seed[kind, at] for at in places] for of_seed in seeds_told(arm)]
                 name = label_of(arm)
                 # Others lie on dense attention's line.
                 width = 5 if arm.is_dense else 1.5
@@ -49,21 +53,12 @@ def draw_recall(runs: Sequence[str]) -> Figure:
             plot.tick_params(axis="x", labelsize=8)
             plot.set_ylim(-3, 103)
             plot.set_title(
-                ", ".join([train_results.asked_in_words(hops), *["causal"] * is_causal]), color=TEXT, fontsize=9
+                ", ".join([train_results.asked_in_words(kind), *["causal"] * is_causal]), color=TEXT, fontsize=9
             )
         row[0].set_ylabel("percent told", color=TEXT)
     for plot in plots[-1]:
         plot.set_xlabel("distance, tokens", color=TEXT)
-    handles = {name: line for plot in plots.flat for line, name in zip(*plot.get_legend_handles_labels())}
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-        labelcolor=TEXT,
-        fontsize=8,
-    )
+    legend_below(figure)
     return figure
 
 
