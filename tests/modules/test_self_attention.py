@@ -101,6 +101,13 @@ def test_copies_share_the_layouts_of_longer_sequences():
     assert twin.get_ops(HEADS, 256) == module.get_ops(HEADS, 256)
 
 
+def test_modules_with_other_layouts_do_not_share_operations():
+    query, key, value = inputs()
+    narrow, wide = make(FixedSparsityConfig(HEADS, BLOCK, num_local_blocks=2)), make(FixedSparsityConfig(HEADS, BLOCK))
+    assert not torch.allclose(narrow(query, key, value), wide(query, key, value))
+    torch.testing.assert_close(narrow(query, key, value), expected(narrow, query, key, value))
+
+
 def test_key_may_come_transposed():
     query, key, value = inputs()
     module = make()
@@ -333,7 +340,6 @@ def test_layers_of_one_structure_share_one_tensor_of_one_head():
     buffer = module.master_layout
     assert buffer is twin.master_layout and buffer is make().master_layout
     assert module.attention._master.layout is make().attention._master.layout
-    assert module.attention.layout.dtype == torch.bool and module.attention.layout.shape == (1, 8, 8)
     assert buffer.shape == (HEADS, 8, 8) and buffer.untyped_storage().nbytes() == 8 * 8 * 8
     states = module.state_dict()["master_layout"], twin.state_dict()["master_layout"]
     assert all(type(state) is torch.Tensor and state.is_contiguous() for state in states)
@@ -468,6 +474,11 @@ def test_copies_share_the_operations_until_one_takes_another_layout():
     assert torch.equal(module(*inputs()), before) and not torch.equal(twin(*inputs()), before)
 
 
+def test_long_layouts_keep_one_head_and_little_memory():
+    module = make(FixedSparsityConfig(num_heads=12, block=BLOCK), max_seq_length=32768)
+    assert module.attention.layout.dtype == torch.bool and module.attention.layout.shape == (1, 2048, 2048)
+
+
 def test_attend_scales_as_it_is_told_and_refuses_what_it_cannot_read():
     attention, (query, key, value) = make().attention, inputs(64)
     truth = reference.attention(query, key, value, attention.layout_for(64), BLOCK, scale=0.5)
@@ -544,6 +555,17 @@ def test_ranks_agree_on_random_layouts_and_otherwise_do_not_wait_for_each_other(
     done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("build the module with max_seq_length=128, or give the structure a seed") == 2
+
+
+def test_any_object_with_block_num_heads_and_make_layout_is_a_structure():
+    class Diagonal:
+        block, num_heads = BLOCK, HEADS
+
+        def make_layout(self, seq_len):
+            return torch.eye(seq_len // BLOCK, dtype=torch.int64).expand(HEADS, -1, -1)
+
+    module = make(Diagonal())
+    torch.testing.assert_close(module(*inputs()), expected(module, *inputs()))
 
 
 def test_a_structure_that_uses_the_name_causal_for_its_own_is_not_masked_by_token():
