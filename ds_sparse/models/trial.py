@@ -164,7 +164,9 @@ def _inside(x: Any) -> list[Any]:
     kind = type(x)
     if issubclass(kind, dict | list | tuple | set | frozenset):
         return gc.get_referents(x)
-    return list(vars(x).values()) if kind.__dictoffset__ and not issubclass(kind, _CODE) else []
+    if not kind.__dictoffset__ or issubclass(kind, _CODE):
+        return []
+    return list(getattr(x, "__dict__", {}).values())  # a TypeVar of Python 3.14 has an offset, and no dict
 
 
 def _places(model: nn.Module) -> list[Any]:

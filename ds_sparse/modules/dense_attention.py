@@ -9,7 +9,7 @@ from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 from ..index.packed import Documents
 from ..ops._library import check_softcap
-from ..ops.operands import as_matrix, capped
+from ..ops.operands import as_matrix, capped, wide_dtype
 
 _UNREAD = (
     "A dense layer computes packed documents one by one, and while a CUDA graph is captured nobody can read where they "
@@ -42,6 +42,7 @@ def dense_attention(
         ValueError: cu_seqlens with a mask, a bias or a query_offset, or for another number of tokens; distance_bias
             with a query_offset.
     """
+    softcap = check_softcap(softcap)
     if distance_bias is not None and query_offset is not None:
         raise ValueError("distance_bias and query_offset are both given, which no model asks of a layer that is dense.")
     if cu_seqlens is not None:
@@ -74,9 +75,12 @@ def dense_attention(
         key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
     if softcap:  # a zero key's score is zero, capped too
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        scores = capped(query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale), check_softcap(softcap))
-        scores = scores if mask is None else scores + _added(mask, scores.dtype)
-        return dropout(scores.softmax(-1, torch.float32).to(query.dtype), dropout_p) @ value
+        wide = wide_dtype(query.dtype)
+        scores = query.to(wide) @ key.to(wide).mT * (query.shape[3] ** -0.5 if scale is None else scale)
+        scores = capped(scores, softcap) if mask is None else capped(scores, softcap) + _added(mask, wide)
+        nothing_left = (scores == float("-inf")).all(-1, keepdim=True)
+        probs = scores.masked_fill(nothing_left, 0).softmax(-1).masked_fill(nothing_left, 0)
+        return dropout(probs.to(query.dtype), dropout_p) @ value
     return scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal=alone, scale=scale,
         enable_gqa=key.shape[1] != query.shape[1],

@@ -84,12 +84,12 @@ def check_softcap(softcap: float) -> float:
 
     Raises:
         TypeError: no number.
-        ValueError: below 0, or not finite.
+        ValueError: below 0, or beyond what fp32 holds.
     """
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap is {softcap!r}; it has to be a number, 0 for none.")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; it has to be 0, for none, or above it and finite.")
+        raise TypeError(f"softcap is {softcap!r}; it has to be a Python number, 0 for none: give float(softcap).")
+    if not 0 <= softcap <= torch.finfo(torch.float32).max:
+        raise ValueError(f"softcap is {softcap}; it has to be 0, for none, or a number above it that fp32 holds.")
     return softcap
 
 
@@ -98,7 +98,7 @@ def refuse_softcap_on_gpu(softcap: float, device: torch.device) -> None:
     if softcap and device.type == "cuda":
         raise ValueError(
             f"softcap is {softcap}, and no kernel computes a soft cap on a GPU yet; compute attention in parts there, "
-            "by MatMul and Softmax, or leave it to PyTorch."
+            'by MatMul and Softmax; train a model of Transformers with attn_implementation="eager", or on a CPU.'
         )
 
 

@@ -106,6 +106,14 @@ def test_generation_is_that_of_the_untouched_model_under_a_dense_structure(name)
     assert len(truth[0].unique()) > 10
 
 
+def test_capped_layers_that_stay_dense_beside_padding_on_the_left():
+    """Their own attention gets a row that sees nothing from each token of padding."""
+    model, batch = make("gemma2"), make_batch(40, 8, 0)
+    truth = run(dense_twin(model), batch)
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK, "layers": {"1": None}})
+    assert_close(run(model, batch), truth)
+
+
 def test_a_copy_has_the_windows_of_its_original_under_another_structure_too():
     model, batch = make("exaone4"), make_batch()
     truth = dense_twin(model)(**batch).logits

@@ -5,7 +5,7 @@ import torch
 
 from ds_sparse.index import cache
 from ds_sparse.modules.dense_attention import dense_attention
-from ds_sparse.reference import bias_of_pairs
+from ds_sparse.reference import attention, bias_of_pairs
 
 SHAPE = (2, 4, 10, 8)
 PADDING = torch.tensor([[True] * 10, [True] * 6 + [False] * 4])
@@ -68,3 +68,26 @@ def test_a_capture_of_packed_documents_is_a_sentence(monkeypatch):
     x = torch.randn(1, 2, 10, 8)
     with pytest.raises(RuntimeError, match="computes packed documents one by one, .* of which all layers are sparse"):
         dense_attention(x, x, x, cu_seqlens=torch.tensor([0, 7, 10]))
+
+
+@pytest.mark.parametrize("offset", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_soft_cap_beside_sinks_and_rows_that_see_nothing(dtype, offset):
+    """As of the reference, in whose rows without a key nothing is left, and no gradient either."""
+    padding = PADDING.clone()
+    padding[0] = False
+    given = [3 * torch.randn(SHAPE, dtype=dtype) for _ in range(3)]
+    given = [x.requires_grad_() for x in (given[0][:, :, offset:], given[1][:, :2], given[2][:, :2])]
+    for sinks in (None, torch.randn(4, dtype=dtype)):
+        options = {"key_padding_mask": padding, "causal": True, "softcap": 2.0, "sinks": sinks}
+        found = dense_attention(*given, query_offset=offset, **options)
+        wide = [x.detach().double().requires_grad_() for x in given]
+        everything = torch.ones(1, 1, dtype=torch.bool)
+        truth = attention(*wide, everything, 16, query_offset=offset or 0, **options)
+        near = (1e-12, 1e-12) if dtype == torch.float64 else (2e-2, 5e-2)
+        torch.testing.assert_close(found.double(), truth, rtol=near[0], atol=near[1])
+        grads = [torch.autograd.grad(x.sin().sum(), leaves) for x, leaves in ((found, given), (truth, wide))]
+        for ours, exact in zip(*grads, strict=True):
+            torch.testing.assert_close(ours.double(), exact, rtol=near[0], atol=10 * near[1])
+    with pytest.raises(TypeError, match="softcap is None; it has to be a Python number"):
+        dense_attention(*given, softcap=None)

@@ -218,10 +218,12 @@ def test_numbers_that_are_not_finite_stay_in_rows_that_see_them():
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        ({"softcap": -1.0}, ValueError, "softcap is -1.0; it has to be 0, for none, or above it and finite"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1.0; it has to be 0, for none, or a number above it"),
         ({"softcap": math.nan}, ValueError, "softcap is nan; it has to be 0"),
-        ({"softcap": None}, TypeError, "softcap is None; it has to be a number, 0 for none"),
-        ({"softcap": True}, TypeError, "softcap is True; it has to be a number"),
+        ({"softcap": 1e39}, ValueError, "softcap is 1e[+]39; .* that fp32 holds"),
+        ({"softcap": torch.tensor(2.0)}, TypeError, r"it has to be a Python number, 0 for none: give float\(softcap\)"),
+        ({"softcap": None}, TypeError, "softcap is None; it has to be a Python number, 0 for none"),
+        ({"softcap": True}, TypeError, "softcap is True; it has to be a Python number"),
         ({"rpe": torch.zeros(TOKENS, TOKENS)}, ValueError, "softcap is 1.5, and a mask or bias adds numbers to scores"),
         ({"distance_bias": torch.zeros(1, 2 * TOKENS - 1)}, ValueError, "beside a soft cap give bool masks alone"),
         (

@@ -181,7 +181,8 @@ def attention_of_each(
         own, structure = own_attention_of(layer), structures.of(number)
         asked = seen_options.get(layer, {})
         with or_cannot_be_sparse(named({name: layer})):
-            for parameter in layer.parameters():
+            stays_dense = own is None and structure is None
+            for parameter in () if stays_dense else layer.parameters():
                 refuse_softcap_on_gpu(asked.get("softcap", 0), parameter.device)
             if own is None:
                 refuse_options(structure, **asked | {"causal": is_causal(layer)})
