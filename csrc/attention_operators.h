@@ -118,7 +118,6 @@ struct AttentionOperators {
   static void check_call(const AttentionCall& call) {
     const double softcap = call.softcap;
     check(softcap >= 0 && softcap - softcap == 0, "softcap has to be 0 or more and finite, got ", softcap, ".");
-    check(softcap == 0 || call.query.is_cpu(), "softcap is ", softcap, "; on a GPU it has to be 0.");
     check(
         softcap == 0 || (!call.rpe && (!call.attn_mask || call.attn_mask->scalar_type() == ScalarType::Bool)),
         "softcap is ", softcap, "; beside it there may be bool masks alone.");

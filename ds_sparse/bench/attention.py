@@ -104,11 +104,12 @@ OPTIONS: dict[str, Build] = {
     "with-rpe": fused(lambda p: {"rpe": ones(p, p.case.heads, p.case.seq_len, p.case.seq_len)}),
     "with-distance": fused(lambda p: {"distance_bias": ones(p, p.case.heads, 2 * p.case.seq_len - 1)}),
     "with-sinks": fused(lambda p: {"sinks": ones(p, p.case.heads) * float("-inf")}),
+    "with-softcap": fused(lambda p: {"softcap": 1024.0}),
     "with-dropout": fused(lambda p: {"dropout_p": 2.0**-15}, least_error=0.5),
 }
-"""Options of our own calls. A number that is added to all scores changes no softmax, and one probability in 32,768 that
-is dropped changes most parts of a result by less than 2 %, though one that few queries see by up to 30 %; it costs what
-any other does."""
+"""Options of our own calls. A number that is added to all scores changes no softmax, nor does a cap far above them. One
+probability in 32,768 that is dropped changes most parts of a result by less than 2 %, though one that few queries see
+by up to 30 %; it costs what any other does."""
 
 
 def composition(problem: Problem) -> Peer:
@@ -149,7 +150,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--options",
         action="store_true",
         help="ds_sparse with one option each, in place of the default peers: a mask of keys that is added, rpe, "
-        "distance_bias, sinks, dropout; 'x ours' is its ratio to the plain call",
+        "distance_bias, sinks, a soft cap, dropout; 'x ours' is its ratio to the plain call",
     )
     add_cases(parser, TABLE, "fixed-*,random-64")
     add_peers(

@@ -304,7 +304,7 @@ class SparseSelfAttention(nn.Module):
             key_padding_mask: (B or 1, T); bool keeps where True, float is added.
             attn_mask: (T, T), or (B or 1, H or 1, T or 1, T); likewise.
             distance_bias: as in `forward`.
-            softcap: as of `block_sparse_attention`; `implementation="separate"` computes it on a GPU, too.
+            softcap: as of `block_sparse_attention`.
 
         Returns:
             (B, H, T, D); rows with nothing left are zeros.

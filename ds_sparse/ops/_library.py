@@ -93,15 +93,6 @@ def check_softcap(softcap: float) -> float:
     return softcap
 
 
-def refuse_softcap_on_gpu(softcap: float, device: torch.device) -> None:
-    """Raises ValueError for a soft cap on a device without a kernel for it."""
-    if softcap and device.type == "cuda":
-        raise ValueError(
-            f"softcap is {softcap}, and no kernel computes a soft cap on a GPU yet; compute attention in parts there, "
-            'by MatMul and Softmax; train a model of Transformers with attn_implementation="eager", or on a CPU.'
-        )
-
-
 def check_device(name: str, x: torch.Tensor, device: torch.device, other: str = "query") -> None:
     """Raises ValueError for x on another device than what is called `other`."""
     if x.device != device:

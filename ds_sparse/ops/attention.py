@@ -147,8 +147,8 @@ def block_sparse_attention(
         sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
         dropout_p: share of the probabilities that are dropped after the softmax, 0 to below 1, in steps of 1/32768;
             random numbers are drawn from torch's generator of the device.
-        softcap: above 0, scaled scores are softcap * tanh(score / softcap) before masks, as in Gemma 2; on a CPU alone
-            yet, and beside bool masks alone.
+        softcap: above 0, scaled scores are softcap * tanh(score / softcap) before masks, as in Gemma 2; beside bool
+            masks alone.
         return_lse: whether to return each row's log of its sum of exponentials as well, before dropout; the sink's is
             in the sum.
 

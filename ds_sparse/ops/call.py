@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from ..index.kernels import require_kernel
 from ._autograd import differentiable_once_in
-from ._library import check_inputs, check_scale, check_softcap, refuse_softcap_on_gpu, under_autocast
+from ._library import check_inputs, check_scale, check_softcap, under_autocast
 from .operands import check_attention_operands, check_bias, check_dropout, wide_dtype
 from .sinks import check_sinks
 
@@ -65,7 +65,6 @@ class AttentionCall(NamedTuple):
                 f"softcap is {softcap}, and a mask or bias adds numbers to scores; beside a soft cap give bool masks "
                 "alone, or compute attention in parts, by MatMul and Softmax."
             )
-        refuse_softcap_on_gpu(softcap, self.device)
         return softcap
 
     @property

@@ -161,7 +161,7 @@ LEAST_SCALE = 1e-6
 
 def _is_read_in_place(index: PackedIndex, call: AttentionCall) -> bool:
     """True where a kernel reads these documents, (1, H, T, D), where they lie."""
-    if call.sinks is not None or call.scale <= LEAST_SCALE or call.dropout_p > 0:
+    if call.sinks is not None or call.scale <= LEAST_SCALE or call.dropout_p > 0 or call.softcap:
         return False
     return choose("block_sparse_attention", call_on(index, call.query)).name == "hopper"
 

@@ -97,20 +97,22 @@ def attention(draw: Draw, skew: float, at_offset: bool = False) -> Case:
     if draw.maybe(0.25):
         tensors["sinks"] = draw.values("sinks", (heads,), bias_dtype)
     scale, causal, with_lse = draw.scale(), draw.pick("causal", (False, False, True)), draw.pick("lse", (False, True))
+    adds = any(x.dtype != torch.bool for name, x in tensors.items() if name not in ("query", "key", "value", "sinks"))
+    softcap = 0.0 if adds else draw.softcap()
     is_clear = not at_offset and rows * columns > 1 and not fits_another(block, (rows, columns), tokens, keys)
     return attention_case(
         tensors, layout, block, draw.device, layout_of, skew=skew, scale=scale, causal=causal, offset=offset,
         dropout_p=0.0 if at_offset else draw.pick("dropout", (0.0, 0.0, 0.0, 0.1, 0.6)), return_lse=with_lse,
-        give_block=not (is_clear and draw.maybe(0.5)), seed=draw.random.randrange(2**31), grads=draw.grads(),
-        words=draw.words,
+        softcap=softcap, give_block=not (is_clear and draw.maybe(0.5)), seed=draw.random.randrange(2**31),
+        grads=draw.grads(), words=draw.words,
     )  # fmt: skip
 
 
 def attention_case(
     tensors: Tensors, layout: Tensor, block: int, device: str,
     layout_of: Callable[[str], Tensor | BlockIndex] | None = None, *, scale: float | None = None, causal: bool = False,
-    dropout_p: float = 0.0, offset: Tensor | int | None = None, return_lse: bool = True, skew: float = 1.0,
-    give_block: bool = True, seed: int = 7, **of_case: Any,
+    dropout_p: float = 0.0, softcap: float = 0.0, offset: Tensor | int | None = None, return_lse: bool = True,
+    skew: float = 1.0, give_block: bool = True, seed: int = 7, **of_case: Any,
 ) -> Case:  # fmt: skip
     """Attention of operands, biases, masks and sinks by name, over a bool layout (1 or H, R, C)."""
     (batch, heads, tokens, depth), keys = tensors["query"].shape, tensors["key"].shape[2]
@@ -118,6 +120,7 @@ def attention_case(
     factor = depth**-0.5 if scale is None else scale
     options: dict[str, Any] = {"scale": factor * skew if skew != 1 else scale, "causal": causal}
     options |= {"dropout_p": dropout_p, "block": block if give_block else None, "return_lse": return_lse}
+    options |= {"softcap": softcap}
 
     def call(given: Tensors) -> Tensors:
         torch.manual_seed(seed)
@@ -146,6 +149,7 @@ def attention_case(
         ("query", "key", "value"), seen, factor, {name: of for name, of in biases.items() if name in tensors}, keep,
         with_lse=return_lse, in_parts=offset is not None and causal and tokens > 16, sinks="sinks" in tensors,
         bias_dtype=next((x.dtype for name, x in tensors.items() if name in wanted[3:]), torch.float64),
+        softcap=softcap,
     )  # fmt: skip
     name = "block_sparse_attention" if offset is None else "attention at an offset"
     return Case(name, tensors["query"].dtype, tensors, of_case.pop("wanted", wanted), call, meaning, **of_case)
@@ -165,23 +169,25 @@ def packed(draw: Draw, skew: float) -> Case:
     layout_of = given_layout(draw, layout, block)
     form = draw.pick("operands", ("rows", "tokens first", "nested"))
     with_lse = is_own and form != "nested" and draw.pick("lse", (False, True))
-    scale, causal = draw.scale(), draw.pick("causal", (False, True))
+    scale, causal, softcap = draw.scale(), draw.pick("causal", (False, True)), draw.softcap()
     if draw.maybe(0.25):
         tensors["sinks"] = draw.values("sinks", (heads,), dtype)
     return packed_case(
-        tensors, layout, block, documents, layout_of, form, scale=scale, causal=causal, return_lse=with_lse, skew=skew,
-        as_index=is_own and form != "nested" and draw.maybe(0.3), grads=draw.grads(), words=draw.words,
+        tensors, layout, block, documents, layout_of, form, scale=scale, causal=causal, softcap=softcap,
+        return_lse=with_lse, skew=skew, as_index=is_own and form != "nested" and draw.maybe(0.3), grads=draw.grads(),
+        words=draw.words,
     )  # fmt: skip
 
 
 def packed_case(
     tensors: Tensors, layout: Tensor, block: int, documents: Documents,
     layout_of: Callable[[str], Tensor | BlockIndex] | None = None, form: str = "rows", *, scale: float | None = None,
-    causal: bool = False, return_lse: bool = False, as_index: bool = False, skew: float = 1.0, **of_case: Any,
+    causal: bool = False, softcap: float = 0.0, return_lse: bool = False, as_index: bool = False, skew: float = 1.0,
+    **of_case: Any,
 ) -> Case:  # fmt: skip
     """Attention over documents of a row; form: "rows" (1, H, T, D), "tokens first" (T, H, D) or "nested"."""
     factor = tensors["query"].shape[-1] ** -0.5 if scale is None else scale
-    options: dict[str, Any] = {"scale": factor * skew if skew != 1 else scale, "causal": causal}
+    options: dict[str, Any] = {"scale": factor * skew if skew != 1 else scale, "causal": causal, "softcap": softcap}
 
     def folded(x: Tensor) -> Tensor:
         if form == "nested":
@@ -212,7 +218,7 @@ def packed_case(
     names, sinks = ("query", "key", "value"), tensors.get("sinks")
     meaning = Attention(
         names, documents.of_row(as_one, False), factor, with_lse=return_lse, sinks=sinks is not None,
-        bias_dtype=torch.float64 if sinks is None else sinks.dtype,
+        bias_dtype=torch.float64 if sinks is None else sinks.dtype, softcap=softcap,
     )  # fmt: skip
     return Case("packed attention", tensors["query"].dtype, tensors, tuple(tensors), call, meaning, **of_case)
 

@@ -155,6 +155,7 @@ class Attended:
         grad_lse: (B, H, T) or None.
         in_parts: whether results of two parts of the keys are stored, and added up.
         roundings: of the output; where there are sinks, it is stored before they count.
+        softcap: of the scores, which are capped; 0 for none.
     """
 
     query: Tensor
@@ -167,6 +168,23 @@ class Attended:
     grad_lse: Tensor | None
     in_parts: bool = False
     roundings: int = 1
+    softcap: float = 0.0
+
+    def of_capped(self, of_products: Tensor, u: float) -> Tensor:
+        """Bounds of capped scores, from those of scores before."""
+        scores, cap = self.scored.scores.detach().abs(), self.softcap
+        nearer = (self.factor * (self.query @ self.key.mT)).abs() - of_products
+        steepest = 1 - (nearer.clamp(min=0) / cap).tanh() ** 2
+        return (steepest * of_products).clamp(max=2 * cap) + 8 * u * scores
+
+    def cap_slope(self, soft: Softened, u: float) -> tuple[Tensor, Tensor]:
+        """The derivative of capped scores, and its bound: a score may be made of its probability and lse again."""
+        probs, lse = self.scored.probs.detach(), self.scored.lse.detach().unsqueeze(-1)
+        capped = self.scored.scores.detach() / self.softcap
+        relative = torch.where(probs > 0, soft.probs / probs.clamp(min=1e-300), 0)
+        of_score = relative + soft.lse.unsqueeze(-1) + u * (probs.clamp(min=1e-38).log().abs() + lse.abs() + 8)
+        of_tanh = of_score.nan_to_num(0, 0, 0) / self.softcap + 4 * u
+        return 1 - capped**2, (2 * capped.abs() * of_tanh + of_tanh**2 + 4 * u).clamp(max=1)
 
 
 def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
@@ -176,6 +194,8 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     q, k, v, go = x.query.abs(), x.key.abs(), x.value.abs(), x.grad.abs()
     factor, depth, width = abs(x.factor), x.query.shape[-1], x.value.shape[-1]
     of_products = u * walk(depth, q, k) * factor * (q @ k.mT)
+    if x.softcap:
+        of_products = x.of_capped(of_products, u)
     if x.in_parts:
         # A probability is that in its part, times a power of the difference of two lse.
         sizes_of_rows = x.scored.scores.detach().abs() + (x.scored.logits - x.scored.scores).detach().abs()
@@ -212,6 +232,9 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
         of_inner = of_inner + 4 * (u * walk(width) + units.stored) * largest
     scores = probs * inner
     of_scores = soft.probs * (inner.abs() + of_inner) + probs * of_inner + 2 * u * scores.abs()
+    if x.softcap:
+        slope, of_slope = x.cap_slope(soft, u)
+        scores, of_scores = scores * slope, of_scores * (slope + of_slope) + scores.abs() * of_slope
     of_scores = of_scores + torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny * x.scored.live.double()
     given = of_scores + units.handed * (scores.abs() + of_scores) + units.least * max(1.0, 1 / max(factor, 1e-30))
     given = given * x.scored.live

@@ -134,6 +134,9 @@ class Draw:
     def scale(self) -> float | None:
         return self.pick("scale", (None, None, None, 0.3, -0.5, 1.0, 1e-6, 0.0, 2.5))
 
+    def softcap(self) -> float:
+        return self.pick("softcap", (0.0, 0.0, 0.0, 0.3, 2.0, 50.0))
+
     def subset(self, sizes: Sequence[int], dims: int) -> tuple[int, ...]:
         """The last dims of the sizes, any of them perhaps 1."""
         return (*(1 if self.maybe(0.35) else size for size in sizes[-dims:-1]), 1 if self.maybe(0.05) else sizes[-1])

@@ -61,6 +61,7 @@ class Attention:
             by one before they are added up.
         in_parts: whether rows may be made of two parts, which are stored before they are added up.
         sinks: whether "sinks", a logit a head, is given: another key of zeros, whose value is zeros.
+        softcap: of the scores; 0 for none.
     """
 
     operands: tuple[str, str, str]
@@ -74,6 +75,7 @@ class Attention:
     shares: bool = False
     in_parts: bool = False
     sinks: bool = False
+    softcap: float = 0.0
 
     @property
     def all_biases(self) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -100,7 +102,9 @@ class Attention:
     def _scored(self, query: Tensor, key: Tensor, given: Tensors) -> Scored:
         biases = [of(given[name]) for name, of in self.all_biases.items()]
         seen = pad(self.seen, (0, 1), value=True) if self.sinks else self.seen
-        return Scored(query @ key.mT * self.factor, seen, biases, self.times).solve()
+        scores = query @ key.mT * self.factor
+        scores = self.softcap * (scores / self.softcap).tanh() if self.softcap else scores
+        return Scored(scores, seen, biases, self.times).solve()
 
     def live(self, given: Tensors) -> Tensor:
         """bool (B, H, T, S), the pairs that count."""
@@ -128,7 +132,7 @@ class Attention:
         query, key, value = self._operands(given)
         attended = bounds.Attended(
             query, key, value, self._scored(query, key, given), self.factor, self._keep(), grads["output"],
-            grads.get("lse"), self.in_parts, 1 + self.sinks,
+            grads.get("lse"), self.in_parts, 1 + self.sinks, self.softcap,
         )  # fmt: skip
         found = bounds.of_attention(attended, units)
         output = bounds.stored(exact["output"], found["output"], units, attended.roundings)

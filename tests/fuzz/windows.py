@@ -124,16 +124,18 @@ def attention(draw: Draw, skew: float) -> Case:
         tensors["key_padding_mask"] = draw.bias("key_padding_mask", (batch if draw.maybe(0.7) else 1, tokens), dtype)
     if draw.maybe(0.25):
         tensors["sinks"] = draw.values("sinks", (heads,), dtype)
+    adds = "key_padding_mask" in tensors and tensors["key_padding_mask"].dtype != torch.bool
     return attention_case(
-        tensors, windows, causal, chosen, dilations, scale=scale, documents=documents, offset=offset,
-        as_index=as_index, skew=skew, grads=draw.grads(), words=draw.words,
+        tensors, windows, causal, chosen, dilations, scale=scale, softcap=0.0 if adds else draw.softcap(),
+        documents=documents, offset=offset, as_index=as_index, skew=skew, grads=draw.grads(), words=draw.words,
     )  # fmt: skip
 
 
 def attention_case(
     tensors: Tensors, windows: Sequence[int], causal: bool = False, global_tokens: Sequence[int] = (),
-    dilations: Sequence[int] = (1,), *, scale: float | None = None, documents: Documents | None = None,
-    offset: int | None = None, as_index: bool = False, skew: float = 1.0, block: int | None = None, **of_case: Any,
+    dilations: Sequence[int] = (1,), *, scale: float | None = None, softcap: float = 0.0,
+    documents: Documents | None = None, offset: int | None = None, as_index: bool = False, skew: float = 1.0,
+    block: int | None = None, **of_case: Any,
 ) -> Case:  # fmt: skip
     """window_attention of operands by name, with a "key_padding_mask" and "sinks"; block: of the index."""
     (_, heads, queries, depth), tokens = tensors["query"].shape, tensors["key"].shape[2]
@@ -145,7 +147,7 @@ def attention_case(
     def call(given: Tensors) -> Tensors:
         operands = [given[name] for name in ("query", "key", "value")]
         options = {name: given.get(name) for name in ("key_padding_mask", "sinks")}
-        options |= {"scale": factor * skew if skew != 1 else scale}
+        options |= {"scale": factor * skew if skew != 1 else scale, "softcap": softcap}
         device = operands[0].device
         numbers = {"causal": causal, "global_tokens": list(global_tokens) or None, "dilation": plain(dilations)}
         if documents is not None:
@@ -166,7 +168,7 @@ def attention_case(
     sinks = tensors.get("sinks")
     meaning = Attention(
         ("query", "key", "value"), seen[:, first : first + queries], factor, biases, shares=shares,
-        sinks=sinks is not None, bias_dtype=torch.float64 if sinks is None else sinks.dtype,
+        sinks=sinks is not None, bias_dtype=torch.float64 if sinks is None else sinks.dtype, softcap=softcap,
     )  # fmt: skip
     wanted = tuple(name for name in tensors if name != "key_padding_mask")
     return Case("window_attention", tensors["query"].dtype, tensors, wanted, call, meaning, **of_case)

@@ -1,4 +1,4 @@
-"""Soft caps of scores: results and gradients are those of the reference, in every way that attention runs on a CPU."""
+"""Soft caps of scores: results and gradients are those of the reference, in every way that attention runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_as_accurate, random, seeded
+from helpers import assert_as_accurate, is_hopper, random, seeded
 
 import ds_sparse
 from ds_sparse import SparseSelfAttention, block_sparse_attention, reference, selected_attention, window_attention
@@ -19,10 +19,12 @@ PAIRS = torch.rand(1, 1, TOKENS, TOKENS, generator=seeded(8)) < 0.7
 EDGES = torch.tensor([0, 10, 47, TOKENS])
 
 
-def operands(dtype: torch.dtype, batch: int = 2, queries: int = TOKENS, key_heads: int = 4) -> list[torch.Tensor]:
+def operands(
+    dtype: torch.dtype, batch: int = 2, queries: int = TOKENS, key_heads: int = 4, head_dim: int = 24
+) -> list[torch.Tensor]:
     """Scores of some times the cap, with some far beyond it."""
-    query = 3 * random(seeded(), batch, 4, queries, 24)
-    key, value = random(seeded(1), 2, batch, key_heads, TOKENS, 24)
+    query = 3 * random(seeded(), batch, 4, queries, head_dim)
+    key, value = random(seeded(1), 2, batch, key_heads, TOKENS, head_dim)
     query[:, :, 3] *= 10
     return [x.to(dtype).requires_grad_() for x in (query, key, value)]
 
@@ -248,23 +250,93 @@ def test_blocks_that_are_chosen_have_none():
         selected_attention(*operands(torch.float32), torch.zeros(2, 4, TOKENS, 1).int(), BLOCK, softcap=CAP)
 
 
+def on_gpu(run: Any, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The call with everything on a GPU; the result, and so its gradients, come back."""
+    moved = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    return run(*(x.cuda() for x in tensors), **moved).cpu()
+
+
+IMPLEMENTATIONS = [("portable", torch.float32), ("portable", torch.bfloat16), ("portable", torch.float16)]
+IMPLEMENTATIONS += [("hopper", torch.bfloat16), ("hopper", torch.float16)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_has_no_kernel_for_it_and_computes_it_in_parts():
-    given = [x.detach().cuda() for x in operands(torch.float32)]
-    for run in (
-        lambda: block_sparse_attention(*given, LAYOUT.cuda(), softcap=CAP),
-        lambda: window_attention(*given, 3, softcap=CAP),
-    ):
-        with pytest.raises(ValueError, match="no kernel computes a soft cap on a GPU yet; compute attention in parts"):
-            run()
-    structure = ds_sparse.BSLongformerSparsityConfig(num_heads=4, block=BLOCK)
-    modules = [
-        SparseSelfAttention(structure, max_seq_length=80, implementation="separate").to(device)
-        for device in ("cpu", "cuda")
-    ]
-    found = [
-        module.attend(*(x.to(device) for x in given), softcap=CAP).cpu()
-        for module, device in zip(modules, ("cpu", "cuda"))
-    ]
-    torch.testing.assert_close(*found)
+class TestOnAGpu:
+    @pytest.fixture(autouse=True, params=IMPLEMENTATIONS, ids=lambda param: f"{param[0]}-{param[1]}")
+    def implementation(self, request: pytest.FixtureRequest):
+        name, self.dtype = request.param
+        if name == "hopper" and not is_hopper("cuda"):
+            pytest.skip("needs a Hopper GPU")
+        with ds_sparse.force_implementation(name):
+            yield
+
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    @pytest.mark.parametrize("head_dim", [24, 64, 128])
+    def test_on_blocks(self, head_dim: int, options: dict[str, Any]):
+        hold(
+            lambda *x: on_gpu(block_sparse_attention, *x, LAYOUT, softcap=CAP, **options),
+            lambda *x: reference.attention(*x, LAYOUT, BLOCK, softcap=CAP, **options),
+            operands(self.dtype, key_heads=2, head_dim=head_dim),
+        )
+
+    @pytest.mark.parametrize("softcap", [0.05, 1e4, 1e8, 3e38])
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_caps_of_any_size_and_sweep(self, softcap: float, deterministic: bool):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            hold(
+                lambda *x: on_gpu(block_sparse_attention, *x, LAYOUT, softcap=softcap),
+                lambda *x: reference.attention(*x, LAYOUT, BLOCK, softcap=softcap),
+                operands(self.dtype),
+            )
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    @pytest.mark.parametrize("numbers", WINDOWS.values(), ids=WINDOWS)
+    def test_in_windows(self, numbers: tuple[Any, ...]):
+        window, causal, tokens, dilation = numbers
+        more = {"global_tokens": tokens or None, "dilation": dilation, "softcap": CAP}
+        hold(
+            lambda *x: on_gpu(window_attention, *x, window_size=window, causal=causal, key_padding_mask=KEPT, **more),
+            lambda *x: reference.window_attention(
+                *x, tuple(window), causal, KEPT, tuple(tokens), tuple(dilation), softcap=CAP
+            ),
+            operands(self.dtype),
+        )
+
+    def test_of_packed_documents_and_a_module(self):
+        layout = torch.ones(5, 5, dtype=torch.bool)
+        document = torch.bucketize(torch.arange(TOKENS), EDGES, right=True)
+        hold(
+            lambda *x: on_gpu(block_sparse_attention, *x, layout, block=BLOCK, cu_seqlens=EDGES, softcap=CAP),
+            lambda *x: reference.attention(
+                *x, layout, BLOCK, attn_mask=(document[:, None] == document)[None, None], softcap=CAP
+            ),
+            operands(self.dtype, batch=1),
+        )
+        structure = ds_sparse.BSLongformerSparsityConfig(num_heads=4, block=BLOCK)
+        module = SparseSelfAttention(structure, max_seq_length=80).cuda()
+        hold(
+            lambda *x: on_gpu(module.attend, *x, key_padding_mask=KEPT, softcap=CAP),
+            lambda *x: reference.attention(*x, structure.make_layout(80), BLOCK, key_padding_mask=KEPT, softcap=CAP),
+            operands(self.dtype),
+        )
+
+    def test_rows_computed_anew_are_capped(self):
+        """Kernels compute those again that a NaN of other rows may have reached."""
+        given = operands(self.dtype)
+        given[1].data[:, :, 20] = math.nan
+        leaves = [x.detach().cuda().requires_grad_() for x in given]
+        output = block_sparse_attention(*leaves, LAYOUT.cuda(), softcap=CAP)
+        sees = LAYOUT.repeat_interleave(BLOCK, 0)[:TOKENS, 1]
+        assert output[:, :, sees].isnan().all()
+        grads = torch.autograd.grad(output[:, :, ~sees].float().sin().sum(), leaves)
+        clean = [x.detach().float().nan_to_num(0).requires_grad_() for x in given]
+        of_clean = reference.attention(*clean, LAYOUT, BLOCK, softcap=CAP)[:, :, ~sees]
+        torch.testing.assert_close(output[:, :, ~sees].cpu().float(), of_clean, rtol=0.01, atol=0.02)
+        rows = [~sees, slice(48, 64), slice(48, 64)]
+        for found, expected, of in zip(grads, torch.autograd.grad(of_clean.sin().sum(), clean), rows, strict=True):
+            size = expected.abs().max().item()
+            assert size > 0
+            torch.testing.assert_close(found.cpu().float()[:, :, of], expected[:, :, of], rtol=0.02, atol=0.02 * size)

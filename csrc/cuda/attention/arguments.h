@@ -151,6 +151,7 @@ inline Scoring scoring_of(const AttentionCall& call) {
   if (call.dropout_seed && scoring.dropout_threshold > 0) {
     scoring.dropout_seed = call.dropout_seed->const_data_ptr<int64_t>();
   }
+  scoring.softcap = static_cast<float>(call.softcap);
   if (call.window) {
     scoring.window = window_limits_of(*call.window);
   }

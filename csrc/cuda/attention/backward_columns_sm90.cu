@@ -506,6 +506,13 @@ __device__ __forceinline__ void run_consumer(
             [&](int i) { return !drops    ? 1.0f
                                 : kept[i] ? of_dropout
                                           : 0.0f; });
+        if (has_softcap<kScores>(p.scoring)) {
+#pragma unroll
+          for (int i = 0; i < kBlockN / 2; ++i) {
+            const float2 lse = of_rows(0, i / 4);
+            grads[i] *= p.scoring.cap_slope(probs[i], i % 2 ? lse.y : lse.x);
+          }
+        }
         round_sums<T, kBlockN>(left_grads, grads);
         hand_over(left_grads);
         float sums[32];

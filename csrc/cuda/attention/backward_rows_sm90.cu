@@ -182,6 +182,12 @@ __device__ __forceinline__ void run_consumer(
         const float factor = !drops ? 1.0f : kept[i] ? of_dropout : 0.0f;
         grads[i] = probs[i] * (grads[i] * factor - (i % 4 < 2 ? stats0 : stats8).delta);
       }
+      if (has_softcap<kScores>(p.scoring)) {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) {
+          grads[i] *= p.scoring.cap_slope(probs[i], (i % 4 < 2 ? stats0 : stats8).lse);
+        }
+      }
     };
     const auto added = [&](int stage) {
       warpgroup_wait<0>();

@@ -176,6 +176,14 @@ __global__ void __launch_bounds__(kThreads)
           }
         }
       }
+      float cap_slopes[2][4];
+      const bool has_softcap = !kPlain && p.scoring.softcap > 0;
+      if (has_softcap) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          cap_slopes[e / 4][e % 4] = p.scoring.cap_slope(probs[e / 4][e % 4]);
+        }
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -208,6 +216,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           grads[half][e] = probs[half][e] * (grads[half][e] - stats_of(2 * j + half, e).delta);
+          grads[half][e] *= has_softcap ? cap_slopes[half][e] : 1.0f;
         }
       }
       if constexpr (kByColumns) {

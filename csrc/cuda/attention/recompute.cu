@@ -246,6 +246,7 @@ __device__ void add_gradients(
       const float factor = !p.scoring.drops() ? 1.0f : dropout.keeps(matrix, query, key) ? dropout.factor() : 0.0f;
       prob = exp2_approx((score - row.row_max) * attention::kLog2E) * row.inverse_sum;
       grad = prob * (dot(own[1], second + of_second.at(at), p.head_dim) * factor - row.delta);
+      grad *= p.scoring.softcap > 0 ? p.scoring.cap_slope(score) : 1.0f;
       prob *= factor;
     }
     const uint32_t lanes = __ballot_sync(kWarp, counts);

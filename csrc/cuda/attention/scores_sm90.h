@@ -40,6 +40,12 @@ __device__ __forceinline__ bool drops(const Scoring& scoring) {
   return kScores == Scores::kDropped || (kScores == Scores::kOptions && scoring.drops());
 }
 
+// True where scores are capped.
+template <Scores kScores>
+__device__ __forceinline__ bool has_softcap(const Scoring& scoring) {
+  return kScores == Scores::kOptions && scoring.softcap > 0;
+}
+
 // Holds which of a lane's probabilities (64 x 64) dropout keeps; by rows or, transposed, by columns. A warp tile's rows
 // are neighbours, and begin at a multiple of 16. kAsHalves: as of Kept.
 template <bool kTransposed, bool kAsHalves>

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -117,6 +118,7 @@ struct Scoring {
   bool only_masks_keys;                                // every bias is 0 or -inf
   const int64_t* dropout_seed;                         // null: none
   uint32_t dropout_threshold;
+  float softcap;  // 0: none
   WindowLimits window;
   ChosenBlocks chosen;
 
@@ -124,7 +126,7 @@ struct Scoring {
   // others, which may be large, are differences first.
   bool plain() const { return plain_but_for_rpe() && rpe.kind == Bias::kNone && !adds_to_keys(); }
   // The same without a look at rpe, and at numbers added to keys.
-  bool plain_but_for_rpe() const { return scale > kLeastPlainScale && attn_mask.kind == Bias::kNone; }
+  bool plain_but_for_rpe() const { return scale > kLeastPlainScale && attn_mask.kind == Bias::kNone && softcap == 0; }
   bool adds_to_keys() const { return key_bias != nullptr && !only_masks_keys; }
   __host__ __device__ bool drops() const { return dropout_seed != nullptr; }
 
@@ -176,12 +178,30 @@ struct Scoring {
     return {0, static_cast<int>(min(max(end, int64_t{0}), int64_t{keys}))};
   }
 
+  // The derivative of a capped score, softcap * tanh(score / softcap), by the score; 0 where it is masked.
+  __device__ __forceinline__ float cap_slope(float capped) const {
+    const float tanh = capped * inverse_softcap();
+    return fmaxf(1 - tanh * tanh, 0.0f);
+  }
+  // The same of a score that is not kept, by its probability and its row's log-sum-exp of two; a NaN counts as masked.
+  __device__ __forceinline__ float cap_slope(float prob, float lse) const {
+    return cap_slope((__log2f(prob) + lse) / kLog2E);
+  }
+  __device__ __forceinline__ float inverse_softcap() const { return fminf(__frcp_rn(softcap), FLT_MAX); }
+
   // From products to scores, but for the bias of keys; place(e): query and key of element e, both of which exist.
   template <class T, int kCount, class F>
   __device__ __forceinline__ void finish(float (&products)[kCount], int batch, int head, const F& place) const {
 #pragma unroll
     for (float& product : products) {
       product *= scale;
+    }
+    if (softcap > 0) {
+      const float inverse = inverse_softcap();
+#pragma unroll
+      for (float& score : products) {
+        score = softcap * tanhf(score * inverse);
+      }
     }
     rpe.add_to<T>(products, batch, head, place);
     attn_mask.add_to<T>(products, batch, head, place);

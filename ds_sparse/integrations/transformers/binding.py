@@ -22,7 +22,6 @@ from ...modules.chosen_blocks import ChosenBlocks
 from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
-from ...ops._library import refuse_softcap_on_gpu
 from ...sparsity import SparsityConfig, adds_parameters
 from ...sparsity.declarations import declared_value
 from ...sparsity.draws import Draws, draws, why_unrepeatable
@@ -181,9 +180,6 @@ def attention_of_each(
         own, structure = own_attention_of(layer), structures.of(number)
         asked = seen_options.get(layer, {})
         with or_cannot_be_sparse(named({name: layer})):
-            stays_dense = own is None and structure is None
-            for parameter in () if stays_dense else layer.parameters():
-                refuse_softcap_on_gpu(asked.get("softcap", 0), parameter.device)
             if own is None:
                 refuse_options(structure, **asked | {"causal": is_causal(layer)})
         if own is None and structure is not None and id(structure) not in made:
