@@ -32,8 +32,8 @@ class Units:
         stored: of results.
         least: of `handed`, the smallest number above 0.
         least_stored: of `stored`, likewise.
-        flushed: sums of products below it are 0 at every step. A term takes two additions at most: even and odd ones
-            may have sums of their own.
+        flushed: what sums of products are off at every step where they are subnormal numbers, or 0 for them. A term
+            takes two additions at most: even and odd ones may have sums of their own.
     """
 
     sums: float
@@ -58,7 +58,7 @@ def units_of(dtype: torch.dtype, device: str, composed: bool = False) -> Units:
         least = max(least, 4 * torch.finfo(torch.float32).tiny)  # exponentials and products below that are 0 there
     # By Intel's manual instructions that multiply or round bf16 take subnormal numbers for 0, and give 0 for them.
     multiplies_bf16 = device == "cpu" and native.instruction_set().endswith("_bf16")
-    flushed = info.tiny if dtype == torch.bfloat16 and multiplies_bf16 else 0.0
+    flushed = info.tiny if dtype == torch.bfloat16 and multiplies_bf16 else wide.tiny * wide.eps / 2
     handed = info.eps / 2 if dtype.itemsize == 2 else sums
     return Units(sums + EXACT, handed, info.eps / 2, max(least, flushed), least, flushed)
 

@@ -75,7 +75,7 @@ def test_the_gradient_of_a_plain_sum_and_that_of_no_sequence(batch: int, with_ls
     assert output.shape == (batch, 4, 48, 16)
     grads = torch.autograd.grad(output.sum() + lse.sum() if with_lse else output.sum(), given)
 
-    exact = [leaf(x.detach().double(), "cpu") for x in given]
+    exact = [leaf(x.detach().cpu().double(), "cpu") for x in given]
     query, key, value, sinks = exact[0], *(x.repeat_interleave(2, 1) for x in exact[1:3]), exact[3]
     mask = LAYOUT.repeat_interleave(16, 0).repeat_interleave(16, 1)
     scores = (query @ key.mT / 4).masked_fill(~mask, -math.inf)
