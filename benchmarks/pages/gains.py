@@ -257,11 +257,8 @@ GAINS = {
         "Macro F1 of packages that source files belong to, by arm",
         train_tables,
     ),
-    "documents_losses": Picture(
-        DOCUMENTS, draw_curves, "Held-out loss of masked tokens, then of packages, against seconds, by arm"
-    ),
     "documents_minute": Picture(
-        DOCUMENTS_IN_A_MINUTE, draw_curves, "The same losses in one minute, with more arms", train_tables
+        DOCUMENTS_IN_A_MINUTE, draw_curves, "Held-out loss of masked tokens, then of packages, in one minute, by arm", train_tables
     ),
     "decoder": Picture(
         DECODER, draw_curves, "Held-out loss of a decoder against tokens and against seconds, by arm", train_tables
