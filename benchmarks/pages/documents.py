@@ -36,7 +36,7 @@ def draw_shown(runs: Sequence[str]) -> Figure:
                 spread = statistics.stdev(found[shown]) if shown == WHOLE and len(found[shown]) > 1 else None
                 plot.errorbar(mean, number, xerr=spread, fmt=MARKS[shown], color=colour, markersize=7, capsize=3)
         plot.set_yticks(range(len(arms)), [arm.name for arm in arms], fontsize=8)
-        plot.invert_yaxis()
+        plot.set_ylim(len(arms) - 0.4, -0.6)
         plot.set_title(f"{case.budget} an arm", color=TEXT, fontsize=9)
         plot.set_xlabel("percent of held-out files", color=TEXT)
     marks = [Line2D([], [], color=TEXT, marker=mark, linestyle="", label=shown) for shown, mark in MARKS.items()]
