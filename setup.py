@@ -58,11 +58,11 @@ BY_DTYPE = {
     CSRC / "cuda" / "attention" / "forward_sm90.cu": {"fp16": 1, "bf16": 2},
 }
 # Compute capabilities, as TORCH_CUDA_ARCH_LIST has them. Machine code for the first of a generation runs on all of it;
-# PTX, on later generations.
+# PTX, on later generations; the wheel has none, which would be a fifth of it.
 GENERATIONS = {8: "8.0", 9: "9.0", 10: "10.0", 12: "12.0"}
 LATER = "9.0+PTX"  # for other generations
 NAMES = {"volta": (7,), "turing": (7,), "ampere": (8,), "ada": (8,), "hopper": (9,), "blackwell": (10, 12)}
-WHEEL_CAPABILITIES = ["8.0", "9.0+PTX", "10.0", "12.0"]
+WHEEL_CAPABILITIES = ["8.0", "9.0", "10.0", "12.0"]
 CAPABILITIES_WITHOUT_GPU = ["8.0", "9.0+PTX"]
 HOPPER_CAPABILITIES = ["9.0a"]
 """Of sources named *_sm90.cu, which use what only Hopper has."""

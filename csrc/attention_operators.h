@@ -1,6 +1,7 @@
 // The operators of attention: their parameters, as library.cpp has them, and their checks, once for all devices.
 #pragma once
 
+#include <cfloat>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -117,7 +118,9 @@ struct AttentionOperators {
 
   static void check_call(const AttentionCall& call) {
     const double softcap = call.softcap;
-    check(softcap >= 0 && softcap - softcap == 0, "softcap has to be 0 or more and finite, got ", softcap, ".");
+    check(
+        softcap == 0 || (softcap >= FLT_MIN && softcap <= FLT_MAX),
+        "softcap has to be 0 or a number above it that fp32 holds, got ", softcap, ".");
     check(
         softcap == 0 || (!call.rpe && (!call.attn_mask || call.attn_mask->scalar_type() == ScalarType::Bool)),
         "softcap is ", softcap, "; beside it there may be bool masks alone.");

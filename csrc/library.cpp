@@ -146,8 +146,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // exp(exponent - row_max), of which the backward passes make its probabilities: in lse, of both, a row_max such as
   // -10000 or -1e30 leaves little of the sum. A row with nothing left is zeros, its lse and row_max -inf. rows_differ:
   // the block rows of a tile have little in common, which on Hopper decides how they are walked. softcap: scaled scores
-  // are softcap * tanh(score / softcap) before they are masked; 0: as they are. With masks alone: no
-  // rpe, attn_mask bool, key_bias 0 or -inf.
+  // are softcap * tanh(score / softcap) before they are masked; 0: as they are. With masks alone: no rpe, attn_mask
+  // bool, key_bias 0 or -inf.
   m.def(
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "

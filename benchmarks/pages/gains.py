@@ -258,7 +258,10 @@ GAINS = {
         train_tables,
     ),
     "documents_minute": Picture(
-        DOCUMENTS_IN_A_MINUTE, draw_curves, "Held-out loss of masked tokens, then of packages, in one minute, by arm", train_tables
+        DOCUMENTS_IN_A_MINUTE,
+        draw_curves,
+        "Held-out loss of masked tokens, then of packages, in one minute, by arm",
+        train_tables,
     ),
     "decoder": Picture(
         DECODER, draw_curves, "Held-out loss of a decoder against tokens and against seconds, by arm", train_tables

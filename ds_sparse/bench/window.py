@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from .. import reference
 from ..index import WindowIndex
 from ..ops import unwindow_matmul, window_attention, window_matmul, window_softmax
-from ..tools.arguments import positive
+from ..tools.arguments import UsageError, positive
 from . import flex
 from .command import NO_FLOOR, add_peers, add_sizes, listed
 from .floors import ATTENTION, SCORES, SOFTMAX, VALUES, Size
@@ -168,6 +168,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
+    if (widest := max(args.window)) >= (shortest := min(args.seq_len)):
+        raise UsageError(
+            f"--window {widest} is not below --seq-len {shortest}, whose tokens would all see each other; give "
+            "--window a smaller number."
+        )
     grid = product(args.batch, args.heads, args.head_dim, args.dtype, args.seq_len, args.window)
     return [Case(seq_len, window, dtype, batch, heads, dim) for batch, heads, dim, dtype, seq_len, window in grid]
 

@@ -84,11 +84,12 @@ def check_softcap(softcap: float) -> float:
 
     Raises:
         TypeError: no number.
-        ValueError: below 0, or beyond what fp32 holds.
+        ValueError: below 0, or beyond what fp32 holds as a normal number.
     """
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap is {softcap!r}; it has to be a Python number, 0 for none: give float(softcap).")
-    if not 0 <= softcap <= torch.finfo(torch.float32).max:
+    fp32 = torch.finfo(torch.float32)
+    if softcap != 0 and not fp32.tiny <= softcap <= fp32.max:
         raise ValueError(f"softcap is {softcap}; it has to be 0, for none, or a number above it that fp32 holds.")
     return softcap
 

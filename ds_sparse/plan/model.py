@@ -158,6 +158,10 @@ def _from_file(path: str, model_type: str | None) -> Model:
     if not isinstance(content, dict):
         raise ValueError(f"--model {path}: a config.json is an object {{...}}, got {show(content)}.")
     if "bert_model_config" in content:
+        if model_type is not None:
+            raise UsageError(
+                f"--model-type {model_type} beside --model {path}, a model of bing_bert; leave --model-type out."
+            )
         content, model_type = content["bert_model_config"], "bing_bert"
     family = model_type or content.get("model_type")
     if family not in FAMILIES:

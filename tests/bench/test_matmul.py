@@ -105,10 +105,17 @@ def test_on_a_gpu_as_many_sequences_as_there_is_room_for():
     assert sizes([16384], [64], [2]) == [(16384, 64, 2)]
 
 
-@pytest.mark.parametrize("options", ["--block 16 --seq-len 100", "--layout random-1 --block 64 --seq-len 256"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "matmul --block 16 --seq-len 100",
+        "matmul --layout random-1 --block 64 --seq-len 256",
+        "window --window 9,64 --seq-len 64",
+    ],
+)
 def test_sizes_without_a_layout_are_wrong_usage(options, capsys):
-    assert main(["bench", "matmul", *options.split()]) == 2
-    assert re.search("100|Of 4 x 4 blocks", capsys.readouterr().err)
+    assert main(["bench", *options.split()]) == 2
+    assert re.search("100|Of 4 x 4 blocks|--window 64 is not below --seq-len 64", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -86,10 +86,13 @@ def test_rates_come_from_files_of_bench(capsys):
 def test_a_family_that_plan_does_not_know_or_does_not_need_is_wrong_usage(capsys, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "t5"}))
+    old = tmp_path / "bing_bert.json"
+    old.write_text(json.dumps({"bert_model_config": {}}))
     for status, words, sentence in [
         (2, ["--model-type", "t6"], "--model-type t6: plan knows bert, "),
         (2, ["--model", str(config), "--model-type", "t6"], "--model-type t6: plan knows bert, "),
         (2, ["--model-type", "bert"], "--model-type bert beside --model bing_bert-base, which has one; leave "),
+        (2, ["--model", str(old), "--model-type", "bert"], f"--model-type bert beside --model {old}, a model of bing_"),
         (1, ["--model", str(config)], f'--model {config}: model_type is "t5"; plan knows bert, '),
     ]:
         assert main([*WORDS, *words]) == status

@@ -41,6 +41,10 @@ struct BiasMemory {
 
 template <class T, int kHeadDim, class Memory>
 __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_constant__ BiasBackward<T> p) {
+  if constexpr (!is_run_here<Memory, BiasMemory<T, kHeadDim>>()) {
+    __trap();
+    return;
+  }
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr int kBlockN = Memory::kTokens, pitch = kPitch<T, kHeadDim>;
   auto& memory = *reinterpret_cast<Memory*>(shared);

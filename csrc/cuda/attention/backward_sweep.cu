@@ -36,6 +36,10 @@ using SmallerMemory = std::conditional_t<
 template <class T, int kHeadDim, bool kByColumns, bool kPlain, class Memory>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep) {
+  if constexpr (!is_run_here<Memory, BackwardMemory<T, kHeadDim>>()) {
+    __trap();
+    return;
+  }
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr int kBlockN = Memory::kTokens, kColumns = kOutputColumns<kHeadDim>, pitch = kPitch<T, kHeadDim>;
   auto& memory = *reinterpret_cast<Memory*>(shared);

@@ -33,6 +33,10 @@ struct ForwardMemory {
 
 template <class T, int kHeadDim, bool kPlain, class Memory>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Forward<T> p) {
+  if constexpr (!is_run_here<Memory, ForwardMemory<T, kHeadDim>>()) {
+    __trap();
+    return;
+  }
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr int kBlockN = Memory::kTokens, kColumns = kOutputColumns<kHeadDim>, kPitchQ = kPitch<T, kHeadDim>,
                 kPitchV = kPitch<T, kColumns>;

@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "../../checks.h"
 #include "../../tensors.h"
 
 namespace ds_sparse {
@@ -23,6 +24,25 @@ namespace ds_sparse {
 // Bytes of shared memory that a thread block may have on every GPU since sm_80; 86, 89 and 120 have no more. Kernels
 // that are not for Hopper alone keep to it.
 constexpr size_t kPortableMemory = 99 << 10;
+
+// The least and the most that it may have on a GPU which runs the machine code that is being made; that of 80 is for 86
+// and 89, too. PTX is for later GPUs with as much as the one that it is made for.
+#if defined(DS_SPARSE_SHARED_MEMORY) || !defined(__CUDA_ARCH__)
+constexpr size_t kLeastMemory = kPortableMemory, kMostMemory = SIZE_MAX;
+#elif __CUDA_ARCH__ >= 1200
+constexpr size_t kLeastMemory = kPortableMemory, kMostMemory = kPortableMemory;
+#elif __CUDA_ARCH__ >= 900
+constexpr size_t kLeastMemory = 227 << 10, kMostMemory = 227 << 10;
+#else
+constexpr size_t kLeastMemory = kPortableMemory, kMostMemory = 163 << 10;
+#endif
+
+// False where no such GPU runs a kernel with this memory, `First` being what Launcher::with_memory takes where it fits.
+// A kernel without a body keeps the library small.
+template <class Memory, class First>
+constexpr bool is_run_here() {
+  return sizeof(Memory) <= kMostMemory && (std::is_same_v<Memory, First> || sizeof(First) > kLeastMemory);
+}
 
 // Makes a tensor's device the current one while it lives, and launches on that device's current stream.
 class Launcher {
@@ -88,7 +108,7 @@ class Launcher {
     config.gridDim = grid;
     config.blockDim = threads;
     config.stream = stream_;
-    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+    check_launch(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 
   // Runs `kernel` with `bytes` of shared memory for each thread block.
@@ -141,6 +161,15 @@ class Launcher {
     return value;
   }
 
+  void check_launch(cudaError_t error) const {
+    check(
+        error != cudaErrorNoKernelImageForDevice,
+        "ds_sparse has no machine code for this GPU, whose compute capability is ",
+        attribute<cudaDevAttrComputeCapabilityMajor>(), ".", attribute<cudaDevAttrComputeCapabilityMinor>(),
+        "; build it there from source: docs/building.md.");
+    STD_CUDA_CHECK(error);
+  }
+
   // Lets a kernel have so many bytes on the device; asked for once, as it takes half as long as a launch.
   void allow_shared_memory(const void* kernel, size_t bytes) const {
     static std::mutex mutex;
@@ -148,8 +177,7 @@ class Launcher {
     const std::lock_guard<std::mutex> lock(mutex);
     size_t& most = allowed[{kernel, device_}];
     if (most < bytes) {
-      STD_CUDA_CHECK(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+      check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
       most = bytes;
     }
   }
@@ -169,7 +197,7 @@ class Launcher {
     config.stream = stream_;
     config.attrs = attribute;
     config.numAttrs = attribute != nullptr;
-    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+    check_launch(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 
   uint32_t device_;
