@@ -34,6 +34,7 @@ class Units:
         least_stored: of `stored`, likewise.
         flushed: what sums of products are off at every step where they are subnormal numbers, or 0 for them. A term
             takes two additions at most: even and odd ones may have sums of their own.
+        tanh: of soft caps.
     """
 
     sums: float
@@ -42,6 +43,7 @@ class Units:
     least: float
     least_stored: float
     flushed: float
+    tanh: float
 
 
 def units_of(dtype: torch.dtype, device: str, composed: bool = False) -> Units:
@@ -60,7 +62,8 @@ def units_of(dtype: torch.dtype, device: str, composed: bool = False) -> Units:
     multiplies_bf16 = device == "cpu" and native.instruction_set().endswith("_bf16")
     flushed = info.tiny if dtype == torch.bfloat16 and multiplies_bf16 else wide.tiny * wide.eps / 2
     handed = info.eps / 2 if dtype.itemsize == 2 else sums
-    return Units(sums + EXACT, handed, info.eps / 2, max(least, flushed), least, flushed)
+    tanh = 2.0**-11 if device == "cuda" and dtype.itemsize == 2 else 0.0  # PTX's tanh.approx
+    return Units(sums + EXACT, handed, info.eps / 2, max(least, flushed), least, flushed, tanh)
 
 
 def stored_as(dtype: torch.dtype, units: Units) -> Units:
@@ -170,21 +173,18 @@ class Attended:
     roundings: int = 1
     softcap: float = 0.0
 
-    def of_capped(self, of_products: Tensor, u: float) -> Tensor:
+    def of_capped(self, of_products: Tensor, units: Units) -> Tensor:
         """Bounds of capped scores, from those of scores before."""
         scores, cap = self.scored.scores.detach().abs(), self.softcap
         nearer = (self.factor * (self.query @ self.key.mT)).abs() - of_products
         steepest = 1 - (nearer.clamp(min=0) / cap).tanh() ** 2
-        return (steepest * of_products).clamp(max=2 * cap) + 8 * u * scores
+        return (steepest * of_products).clamp(max=2 * cap) + (8 * units.sums + units.tanh) * scores
 
-    def cap_slope(self, soft: Softened, u: float) -> tuple[Tensor, Tensor]:
-        """The derivative of capped scores, and its bound: a score may be made of its probability and lse again."""
-        probs, lse = self.scored.probs.detach(), self.scored.lse.detach().unsqueeze(-1)
-        capped = self.scored.scores.detach() / self.softcap
-        relative = torch.where(probs > 0, soft.probs / probs.clamp(min=1e-300), 0)
-        of_score = relative + soft.lse.unsqueeze(-1) + u * (probs.clamp(min=1e-38).log().abs() + lse.abs() + 8)
-        of_tanh = of_score.nan_to_num(0, 0, 0) / self.softcap + 4 * u
-        return 1 - capped**2, (2 * capped.abs() * of_tanh + of_tanh**2 + 4 * u).clamp(max=1)
+    def cap_slope(self, of_scores: Tensor, u: float) -> tuple[Tensor, Tensor]:
+        """The derivative of capped scores, and its bound, from those of scores."""
+        tanh = self.scored.scores.detach() / self.softcap
+        of_tanh = of_scores / self.softcap + 2 * u
+        return 1 - tanh**2, (2 * tanh.abs() * of_tanh + of_tanh**2 + 4 * u).clamp(max=1)
 
 
 def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
@@ -195,7 +195,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     factor, depth, width = abs(x.factor), x.query.shape[-1], x.value.shape[-1]
     of_products = u * walk(depth, q, k) * factor * (q @ k.mT)
     if x.softcap:
-        of_products = x.of_capped(of_products, u)
+        of_products = x.of_capped(of_products, units)
     if x.in_parts:
         # A probability is that in its part, times a power of the difference of two lse.
         sizes_of_rows = x.scored.scores.detach().abs() + (x.scored.logits - x.scored.scores).detach().abs()
@@ -233,7 +233,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     scores = probs * inner
     of_scores = soft.probs * (inner.abs() + of_inner) + probs * of_inner + 2 * u * scores.abs()
     if x.softcap:
-        slope, of_slope = x.cap_slope(soft, u)
+        slope, of_slope = x.cap_slope(of_products, u)
         scores, of_scores = scores * slope, of_scores * (slope + of_slope) + scores.abs() * of_slope
     of_scores = of_scores + torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny * x.scored.live.double()
     given = of_scores + units.handed * (scores.abs() + of_scores) + units.least * max(1.0, 1 / max(factor, 1e-30))

@@ -280,7 +280,7 @@ class TestOnAGpu:
             lambda *x: reference.attention(*x, LAYOUT, BLOCK, softcap=CAP, **options),
             operands(self.dtype, key_heads=2, head_dim=head_dim),
             # Scores of some hundreds are of products of TF32, three for each, in fp32.
-            terms=24.0 if self.dtype == torch.float32 else 8.0,
+            terms=48.0 if self.dtype == torch.float32 else 8.0,
         )
 
     @pytest.mark.parametrize("softcap", [0.05, 1e3])
@@ -317,14 +317,17 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("softcap", [1e8, 3e38])
     def test_a_cap_far_above_all_scores_changes_nothing(self, softcap: float):
+        """But for roundings; the tanh of tensors of 16 bits has 11."""
         found = []
         for cap in (0.0, softcap):
             given = operands(self.dtype)
             output = on_gpu(block_sparse_attention, *given, LAYOUT, softcap=cap)
             found.append([output, *torch.autograd.grad(output.float().sin().sum(), given)])
+        largest_score = (given[0] @ given[1].mT).abs().max().item() / 24**0.5
+        of_tanh = 2.0**-11 * largest_score if self.dtype != torch.float32 else 1e-5
         for without, capped in zip(*found, strict=True):
             size = without.abs().max().item()
-            atol = (4 * torch.finfo(self.dtype).eps + 1e-5) * size
+            atol = (4 * torch.finfo(self.dtype).eps + 2 * of_tanh) * size
             torch.testing.assert_close(capped, without, rtol=0, atol=atol)
 
     @pytest.mark.parametrize("numbers", WINDOWS.values(), ids=WINDOWS)

@@ -110,7 +110,7 @@ __device__ __forceinline__ void run_consumer(
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
   const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
-  const bool drops = attention::drops<kScores>(p.scoring);
+  const bool drops = attention::drops<kScores>(p.scoring), capped = has_softcap<kScores>(p.scoring);
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
   const float of_dropout = drops ? dropout.factor() : 1.0f;
   PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
@@ -171,8 +171,10 @@ __device__ __forceinline__ void run_consumer(
 #pragma unroll
       for (int i = 0; i < kBlockN / 2; ++i) {
         const RowStats& row = i % 4 < 2 ? stats0 : stats8;
+        const float slope = capped ? p.scoring.cap_slope(probs[i]) : 1.0f;  // of which gradients are made alone
         probs[i] = kPlain ? exp2_approx(probs[i] * softmax_scale_log2 - row.lse)
                           : exp2_approx((probs[i] - row.row_max) * softmax_scale_log2) * row.inverse_sum;
+        probs[i] *= slope;
       }
     };
     const auto differentiate = [&]() {
@@ -181,12 +183,6 @@ __device__ __forceinline__ void run_consumer(
       for (int i = 0; i < kBlockN / 2; ++i) {
         const float factor = !drops ? 1.0f : kept[i] ? of_dropout : 0.0f;
         grads[i] = probs[i] * (grads[i] * factor - (i % 4 < 2 ? stats0 : stats8).delta);
-      }
-      if (has_softcap<kScores>(p.scoring)) {
-#pragma unroll
-        for (int i = 0; i < kBlockN / 2; ++i) {
-          grads[i] *= p.scoring.cap_slope(probs[i], (i % 4 < 2 ? stats0 : stats8).lse);
-        }
       }
     };
     const auto added = [&](int stage) {

@@ -156,10 +156,18 @@ struct ForwardConsumer {
       fence_view_async_shared();  // as for pairs below
     }
     finish_scores<T, kBlockN, kPlain>(scores, p.scoring, item(), groups);
+    if constexpr (kMayBeBiased && !M::kHasPairBias) {
+      scaled = has_softcap<kScores>(p.scoring);
+      if (scaled) {
+        p.scoring.template cap<T>(scores, p.scoring.scale * p.scoring.inverse_softcap());
+      }
+    }
     if (!live.is_whole<kBlockN>()) {
       if constexpr (kMayBeBiased && !M::kHasPairBias) {
-        scaled = p.scoring.key_bias != nullptr && live.ragged() != 0;
         if (scaled) {
+          add_key_bias<kBlockN, kPlain>(scores, live, groups, p.scoring, item().work);
+        } else if (p.scoring.key_bias != nullptr && live.ragged() != 0) {
+          scaled = true;
           scale_and_add_key_bias<kBlockN>(scores, live, groups, p.scoring, item().work);
         }
       } else {

@@ -13,7 +13,7 @@ namespace ds_sparse::attention {
 
 // The kinds of scores that kernels are made for: products times a positive number, which exponents can take with them,
 // or masked; the same with documents packed in a row; with dropout, and biases of keys; limited token by token; all
-// else; with biases of keys alone; and with a bias of pairs in tiles, or by distance, and perhaps of keys.
+// else; with biases of keys alone, or capped; and with a bias of pairs in tiles, or by distance, and perhaps of keys.
 enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions, kBiased, kTiled, kByDistance };
 constexpr bool are_packed(Scores scores) { return scores == Scores::kPacked; }
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool drops(const Scoring& scoring) {
 // True where scores are capped.
 template <Scores kScores>
 __device__ __forceinline__ bool has_softcap(const Scoring& scoring) {
-  return kScores == Scores::kOptions && scoring.softcap > 0;
+  return (kScores == Scores::kOptions || kScores == Scores::kBiased) && scoring.softcap > 0;
 }
 
 // Holds which of a lane's probabilities (64 x 64) dropout keeps; by rows or, transposed, by columns. A warp tile's rows
@@ -241,6 +241,7 @@ template <class F>
 void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
   const auto with_options = [&](auto padded) {
     const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr || scoring.chosen.bits != nullptr;
+    const bool biased = scoring.adds_to_keys() || scoring.softcap > 0;
     if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
       f(padded, std::integral_constant<Scores, Scores::kPacked>{});
     } else if (scoring.plain_but_for_rpe() && is_read_in_tiles(scoring.rpe) && !limited && !scoring.drops()) {
@@ -248,14 +249,14 @@ void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head
     } else if (scoring.plain_but_for_rpe() && goes_by_distance(scoring.rpe) && !limited && !scoring.drops()) {
       f(padded, std::integral_constant<Scores, Scores::kByDistance>{});
     } else if (
-        !scoring.plain_but_for_rpe() || scoring.rpe.kind != Bias::kNone ||
-        (limited && (scoring.drops() || scoring.adds_to_keys())) || scoring.dropout_threshold > Dropout::kLargestHalf) {
+        !scoring.plain_but_for_rpe() || scoring.rpe.kind != Bias::kNone || (limited && (scoring.drops() || biased)) ||
+        (scoring.drops() && scoring.softcap > 0) || scoring.dropout_threshold > Dropout::kLargestHalf) {
       f(padded, std::integral_constant<Scores, Scores::kOptions>{});
     } else if (limited) {
       f(padded, std::integral_constant<Scores, Scores::kLimited>{});
     } else if (scoring.drops()) {
       f(padded, std::integral_constant<Scores, Scores::kDropped>{});
-    } else if (scoring.adds_to_keys()) {
+    } else if (biased) {
       f(padded, std::integral_constant<Scores, Scores::kBiased>{});
     } else {
       f(padded, std::integral_constant<Scores, Scores::kPlain>{});

@@ -124,9 +124,9 @@ struct Scoring {
 
   // True where scores are products times a positive number, which exponents can take with them, or masked. Exponents of
   // others, which may be large, are differences first.
-  bool plain() const { return plain_but_for_rpe() && rpe.kind == Bias::kNone && !adds_to_keys(); }
-  // The same without a look at rpe, and at numbers added to keys.
-  bool plain_but_for_rpe() const { return scale > kLeastPlainScale && attn_mask.kind == Bias::kNone && softcap == 0; }
+  bool plain() const { return plain_but_for_rpe() && rpe.kind == Bias::kNone && !adds_to_keys() && softcap == 0; }
+  // The same without a look at rpe, at numbers added to keys, and at a soft cap.
+  bool plain_but_for_rpe() const { return scale > kLeastPlainScale && attn_mask.kind == Bias::kNone; }
   bool adds_to_keys() const { return key_bias != nullptr && !only_masks_keys; }
   __host__ __device__ bool drops() const { return dropout_seed != nullptr; }
 
@@ -183,11 +183,23 @@ struct Scoring {
     const float tanh = capped * inverse_softcap();
     return fmaxf(1 - tanh * tanh, 0.0f);
   }
-  // The same of a score that is not kept, by its probability and its row's log-sum-exp of two; a NaN counts as masked.
-  __device__ __forceinline__ float cap_slope(float prob, float lse) const {
-    return cap_slope((__log2f(prob) + lse) / kLog2E);
-  }
   __device__ __forceinline__ float inverse_softcap() const { return fminf(__frcp_rn(softcap), FLT_MAX); }
+
+  // Caps scores, or products where scale_to_cap is the scale over the cap. With tensors of 16 bits tanh has 11 bits, as
+  // many as their formats keep of a score, and takes one instruction.
+  template <class T, int kCount>
+  __device__ __forceinline__ void cap(float (&scores)[kCount], float scale_to_cap) const {
+#pragma unroll
+    for (float& score : scores) {
+      float tanh = score * scale_to_cap;
+      if constexpr (sizeof(T) == 2) {
+        asm("tanh.approx.f32 %0, %0;" : "+f"(tanh));
+      } else {
+        tanh = tanhf(tanh);
+      }
+      score = softcap * tanh;
+    }
+  }
 
   // From products to scores, but for the bias of keys; place(e): query and key of element e, both of which exist.
   template <class T, int kCount, class F>
@@ -197,11 +209,7 @@ struct Scoring {
       product *= scale;
     }
     if (softcap > 0) {
-      const float inverse = inverse_softcap();
-#pragma unroll
-      for (float& score : products) {
-        score = softcap * tanhf(score * inverse);
-      }
+      cap<T>(products, inverse_softcap());
     }
     rpe.add_to<T>(products, batch, head, place);
     attn_mask.add_to<T>(products, batch, head, place);
