@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..tools.arguments import chance, positive, positive_number
+from ..tools.arguments import UsageError, chance, positive, positive_number
 from ..tools.terminal import Terminal, wrong
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _made(args: argparse.Namespace, notices: list[str]) -> Plan:
         from ..plan.measure import measured_rates
 
         name = "this CPU" if gpu is None else gpu.name
-        _require_dtype(settings.dtype, "fp32" if gpu is None else "bf16", name)
+        _require_dtype(args, settings.dtype, "fp32" if gpu is None else "bf16", name)
         plan(committed_rates(), args.seq, args.document_tokens)  # what is wrong is said before anything is measured
         why = "" if args.on == HERE else f"Rates of {name} do not come with ds_sparse. "
         print(f"{why}Measuring those of {name}, which takes some minutes ...", file=sys.stderr)
@@ -129,7 +129,7 @@ def _made(args: argparse.Namespace, notices: list[str]) -> Plan:
         if gpu is None and args.on == AUTO:
             notices.append(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.")
         rates = committed_rates()
-    _require_dtype(settings.dtype, "fp32" if rates.itemsize == 4 else "bf16", rates.machine)
+    _require_dtype(args, settings.dtype, "fp32" if rates.itemsize == 4 else "bf16", rates.machine)
     memory = args.memory or MEMORY_GIB.get(rates.machine)
     if args.memory is None and gpu is not None and gpu.name == rates.machine:
         memory = gpu.total_memory / 2**30
@@ -139,11 +139,15 @@ def _made(args: argparse.Namespace, notices: list[str]) -> Plan:
     return made
 
 
-def _require_dtype(dtype: str, of_rates: str, machine: str) -> None:
-    """Raises ValueError where the rates are of other numbers than those of the training."""
-    if (dtype == "fp32") != (of_rates == "fp32"):
-        turn = "turn off bf16 and fp16" if of_rates == "fp32" else "turn on bf16"
-        raise ValueError(
-            f"The training is in {dtype}, and the rates of {machine} are of {of_rates}; {turn} in the JSON, or pass "
-            f"--dtype {of_rates}."
-        )
+def _require_dtype(args: argparse.Namespace, dtype: str, of_rates: str, machine: str) -> None:
+    """Raises ValueError where the rates are of other numbers than those of the training; UsageError where --dtype says
+    these."""
+    if (dtype == "fp32") == (of_rates == "fp32"):
+        return
+    if args.dtype is not None:
+        raise UsageError(f"--dtype {dtype}: the rates of {machine} are of {of_rates}; give --dtype {of_rates}.")
+    turn = "turn off bf16 and fp16" if of_rates == "fp32" else "turn on bf16"
+    raise ValueError(
+        f"The training is in {dtype}, and the rates of {machine} are of {of_rates}; {turn} in the JSON, or pass "
+        f"--dtype {of_rates}."
+    )

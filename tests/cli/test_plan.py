@@ -14,6 +14,7 @@ from ds_sparse.plan.rates import committed_rates
 
 TRAINED = str(Path(__file__).parents[2] / "configs" / "bert_base_8192.json")
 WORDS = ["plan", TRAINED, "--model", "bing_bert-base", "--seq", "8192"]
+RATES = [str(COMMITTED / f"{name}.json") for name in ("attention-flex-h200", "bert-h200")]
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +78,8 @@ def test_an_h200_takes_the_committed_rates_and_another_gpu_is_measured(
 
 
 def test_rates_come_from_files_of_bench(capsys):
-    names = "attention-flex-h200", "bert-h200"
-    found = planned(capsys, "--rates", *(str(COMMITTED / f"{name}.json") for name in names))
-    assert found["rates_from"] == [f"{name}: commit 1c5bfb93e7a7, 2026-11-23" for name in names]
+    found = planned(capsys, "--rates", *RATES)
+    assert found["rates_from"] == [f"{Path(file).stem}: commit 1c5bfb93e7a7, 2026-11-23" for file in RATES]
     assert found["step"]["training"] == 0 and found["memory_gib"] == 139
 
 
@@ -101,9 +101,26 @@ def test_a_family_that_plan_does_not_know_or_does_not_need_is_wrong_usage(capsys
 
 def test_what_is_wrong_is_said_before_anything_is_measured(capsys, gpu, measured):
     gpu("NVIDIA B200")
-    for status, wrong in [(1, ["--dtype", "fp32"]), (2, ["--document-tokens", "9000"]), (2, ["--model", "bart"])]:
-        assert main([*WORDS, *wrong]) == status
+    for wrong in (["--dtype", "fp32"], ["--document-tokens", "9000"], ["--model", "bart"]):
+        assert main([*WORDS, *wrong]) == 2
     for wrong in (["--memory", "-1"], ["--dropout", "1.5"]):
         with pytest.raises(SystemExit, match="2"):
             main([*WORDS, *wrong])
-    assert measured == [] and "rates of NVIDIA B200 are of bf16; turn on bf16" in capsys.readouterr().err
+    assert measured == []
+
+
+def test_a_dtype_without_rates_is_wrong_usage_as_an_option_and_a_mistake_in_the_json(capsys, tmp_path, measured):
+    of_bf16 = "the rates of NVIDIA H200 are of bf16;"
+    for words, sentence in [
+        (["--dtype", "fp32"], f"--dtype fp32: {of_bf16} give --dtype bf16."),
+        (["--dtype", "fp32", "--rates", *RATES], f"--dtype fp32: {of_bf16} give --dtype bf16."),
+        (["--dtype", "fp16", "--on", "here"], "--dtype fp16: the rates of this CPU are of fp32; give --dtype fp32."),
+    ]:
+        assert main([*WORDS, *words]) == 2
+        assert capsys.readouterr().err == f"{sentence}\n"
+    config = json.loads(Path(TRAINED).read_text())
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({key: value for key, value in config.items() if key != "bf16"}))
+    assert main(["plan", str(file), *WORDS[2:]]) == 1
+    assert f"The training is in fp32, and {of_bf16} turn on bf16 in the JSON, or pass --" in capsys.readouterr().err
+    assert measured == []
