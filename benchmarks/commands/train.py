@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,7 +35,8 @@ from benchmarks.train.trainer import Folder, Training, Waits, load
 from ds_sparse.bench.command import add_device_and_json, listed
 from ds_sparse.bench.reasons import in_short
 from ds_sparse.bench.runs import show
-from ds_sparse.tools.arguments import positive, positive_number
+from ds_sparse.tools.arguments import UsageError, positive, positive_number
+from ds_sparse.tools.terminal import wrong
 
 OWN_MODEL = {"recall": NARROW}
 MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
@@ -123,14 +123,13 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         try:
             cases, experiment = cases_of(args)
             if args.folder is None and not args.quick:
-                raise ValueError("--folder: name a folder for data and rows, from which a run can go on.")
+                raise UsageError("--folder: name a folder for data and rows, from which a run can go on.")
             if args.folder is None and args.stop_after is not None:
-                raise ValueError("--stop-after: the rest is trained later; name a folder for rows with --folder.")
+                raise UsageError("--stop-after: the rest is trained later; name a folder for rows with --folder.")
             folder = Folder(args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())), cases[0])
             data = folder.data(partial(experiment.prepare, cases[0]))
         except (ImportError, ValueError) as error:
-            print(f"bench train: {error}", file=sys.stderr)
-            return 1
+            return wrong(error)
         if decides := decision(cases[0]):
             show(decides)
         deadline = float("inf") if args.stop_after is None else time.perf_counter() + args.stop_after
@@ -169,18 +168,19 @@ def cases_of(args: argparse.Namespace) -> tuple[list[Case], Any]:
     compare.
 
     Raises:
-        ValueError: a step has no whole number of documents, genomes or a base are given for none, an arm cannot be
+        UsageError: a step has no whole number of documents, genomes or a base are given for none, an arm cannot be
             trained, or nothing says how long.
+        ValueError: what the data is made of is not there.
     """
     if args.genomes and args.experiment != "dna":
-        raise ValueError(f"--genomes: {args.experiment} reads none; leave it out, or give --experiment dna.")
+        raise UsageError(f"--genomes: {args.experiment} reads none; leave it out, or give --experiment dna.")
     if args.base and args.experiment != CONTINUED:
-        raise ValueError(f"--base: {args.experiment} has none; leave it out, or give --experiment {CONTINUED}.")
+        raise UsageError(f"--base: {args.experiment} has none; leave it out, or give --experiment {CONTINUED}.")
     document = args.document_tokens or (QUICK_DOCUMENT_TOKENS if args.quick else DOCUMENT_TOKENS[args.experiment])
     usual = QUICK_TOKENS_PER_STEP if args.quick else TOKENS_PER_STEP[args.device]
     per_step = args.tokens_per_step or max(usual, document)
     if per_step % document:
-        raise ValueError(
+        raise UsageError(
             f"--tokens-per-step {per_step}: is no multiple of the {document} tokens of a document's piece; give one."
         )
     model = args.model or (TINY if args.quick else OWN_MODEL.get(args.experiment, MODEL[args.device]))
@@ -192,7 +192,7 @@ def cases_of(args: argparse.Namespace) -> tuple[list[Case], Any]:
     budgets = [{"tokens": args.tokens}] if args.tokens else []
     budgets += [{"minutes": args.minutes}] if args.minutes else []
     if not budgets and not args.quick:
-        raise ValueError("give --tokens or --minutes: how much each arm trains.")
+        raise UsageError("give --tokens or --minutes: how much each arm trains.")
     budgets = budgets or [{"tokens": QUICK_STEPS * per_step}]
     experiment = load(args.experiment)
     usual_arms = experiment.default_arms(case)

@@ -25,6 +25,7 @@ from benchmarks.running import NOT_TRIED, release_memory
 from ds_sparse.bench.machine import CALLS_ON_CUDA, DTYPES, GIB, in_turns, timed, wall_ms
 from ds_sparse.bench.reasons import in_short
 from ds_sparse.modules.structured_attention import whole_blocks
+from ds_sparse.tools.arguments import UsageError
 from ds_sparse.tools.extras import optional_imports
 from ds_sparse.verify.accuracy import require_as_accurate
 
@@ -123,12 +124,12 @@ def without_layout(names: Sequence[str], seq_len: int) -> dict[str, str]:
 
 
 def require_layout(name: str, seq_len: int) -> None:
-    """Raises ValueError where a structure has no layout of a length."""
+    """Raises UsageError where a structure has no layout of a length."""
     config = STRUCTURES_IN_BERT[name](1)
     try:
         config.make_rows(whole_blocks(seq_len, config.block)).maker(0)
     except ValueError as error:
-        raise ValueError(f"{name} has no layout of {seq_len} tokens: {error}") from None
+        raise UsageError(f"{name} has no layout of {seq_len} tokens: {error}") from None
 
 
 @dataclass

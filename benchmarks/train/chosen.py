@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 
 from ds_sparse import record_choices
 from ds_sparse.bench.selected import NEIGHBOURS
-from ds_sparse.config import parse_sparse_attention_layers
+from ds_sparse.config import SparseAttentionConfigError, parse_sparse_attention_layers
 from ds_sparse.modules.choices import Choice
+from ds_sparse.tools.arguments import UsageError
 
 from .models import require_arm
 from .results import DENSE, MODELS, Case
@@ -35,11 +36,15 @@ def default_arms(case: Case, blocks: Blocks) -> list[str]:
 
 
 def require(case: Case, blocks: Blocks) -> None:
-    """Raises ValueError where the case's arm is none of `blocks` or dense, or its sequences do not fit."""
+    """Raises UsageError where the case's arm is none of `blocks` or dense, or its sequences do not fit."""
     attention = require_arm(case, case.arm, tuple(dict.fromkeys([DENSE, *blocks])))
     if block := blocks.get(attention.kind):
         heads, layers = (MODELS[case.model][name] for name in ("num_attention_heads", "num_hidden_layers"))
-        parse_sparse_attention_layers(block, heads, layers, source=case.arm, seq_len=attention.length)
+        source = f"--arms {case.arm}"
+        try:
+            parse_sparse_attention_layers(block, heads, layers, source=source, seq_len=attention.length)
+        except SparseAttentionConfigError as error:
+            raise UsageError(str(error)) from None
 
 
 def of(choice: Choice, numbers: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_sparse.models.sparsify import sparsify
+from ds_sparse.tools.arguments import UsageError
 
 from . import chosen, decoder, texts
 from .documents_texts import installed_sources, without_header
@@ -79,11 +80,11 @@ def base_arm(case: Case) -> str:
 
 
 def require(case: Case) -> None:
-    """Raises ValueError where the case's arm is not known, or does not divide documents."""
+    """Raises UsageError where the case's arm is not known, or does not divide documents."""
     if not case.is_base:
         chosen.require(case, blocks_of(case))
     elif case.arm != base_arm(case):
-        raise ValueError(f"--arms {case.arm}: the base is {base_arm(case)}; it comes first by itself.")
+        raise UsageError(f"--arms {case.arm}: the base is {base_arm(case)}; it comes first by itself.")
 
 
 def edges(case: Case) -> list[int]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_sparse.tools.arguments import UsageError
 from ds_sparse.tools.extras import optional_imports
 
 from .genomes import (
@@ -83,10 +84,10 @@ def default_arms(case: Case) -> list[str]:
 
 
 def require(case: Case) -> None:
-    """Raises ValueError where the arm is not known or does not divide pieces, or there are no genomes."""
+    """Raises UsageError where the arm is not known or does not divide pieces, ValueError where there are no genomes."""
     require_attention(case)
     if attention_of(case.arm).length < LEAST_WINDOW:
-        raise ValueError(f"--arms {case.arm}: has windows of 1 base; give at least {LEAST_WINDOW}.")
+        raise UsageError(f"--arms {case.arm}: has windows of 1 base; give at least {LEAST_WINDOW}.")
     if case.genomes or not case.quick:
         files_of(case)
 

@@ -74,7 +74,7 @@ def default_arms(case: Case) -> list[str]:
 
 
 def require(case: Case) -> None:
-    """Raises ValueError where the case's arm is not known, or its sequences do not fit."""
+    """Raises UsageError where the case's arm is not known, or its sequences do not fit."""
     chosen.require(case, blocks_of(case))
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ds_sparse.tools.arguments import UsageError
+
 from . import chosen
 from .examples import example
 from .models import require_arm
@@ -45,11 +47,11 @@ def default_arms(case: Case) -> list[str]:
 
 
 def require(case: Case) -> None:
-    """Raises ValueError where the case's arm is not known, or of another length than documents: the example packs
+    """Raises UsageError where the case's arm is not known, or of another length than documents: the example packs
     documents for a length, so other lengths would have other tokens."""
     chosen.require(case, blocks_of(case))
     if not case.arm.endswith(f"-{case.document_tokens}"):
-        raise ValueError(f"--arms {case.arm}: all arms of encoder have sequences of --document-tokens; give that.")
+        raise UsageError(f"--arms {case.arm}: all arms of encoder have sequences of --document-tokens; give that.")
 
 
 def prepare(case: Case, data: Path) -> None:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from benchmarks.models.attentions import DENSE_IN_BERT, STRUCTURES_IN_BERT
 from benchmarks.models.steps import require_layout
 from ds_sparse.models.sparsify import sparsify
+from ds_sparse.tools.arguments import UsageError
 from ds_sparse.tools.extras import optional_imports
 
 from .results import DENSE, MODELS, Case, short_of
@@ -56,7 +57,7 @@ def attention_of(arm: str, kinds: Collection[str] = ATTENTIONS) -> Attention | N
 
 
 def require_attention(case: Case, name: str = "", also: str = "") -> None:
-    """Raises ValueError where the case's arm, or that of the name, is none of an attention, where its sequences do not
+    """Raises UsageError where the case's arm, or that of the name, is none of an attention, where its sequences do not
     divide pieces of documents, or where they are too short for its structure. `also` says in words what else is an arm.
     """
     attention = require_arm(case, name or case.arm, ATTENTIONS, also)
@@ -65,13 +66,13 @@ def require_attention(case: Case, name: str = "", also: str = "") -> None:
 
 
 def require_arm(case: Case, name: str, kinds: Sequence[str], also: str = "") -> Attention:
-    """The attention of an arm. Raises ValueError where it is none of `kinds`, or its sequences do not divide pieces."""
+    """The attention of an arm. Raises UsageError where it is none of `kinds`, or its sequences do not divide pieces."""
     attention = attention_of(name, kinds)
     if attention is None:
         known = f"ATTENTION-LENGTH of {', '.join(kinds)}, such as {kinds[1]}-{case.document_tokens}{also}"
-        raise ValueError(f"--arms {name}: is no arm of {case.experiment}; give {known}.")
+        raise UsageError(f"--arms {name}: is no arm of {case.experiment}; give {known}.")
     if case.document_tokens % attention.length:
-        raise ValueError(
+        raise UsageError(
             f"--arms {name}: sequences of {attention.length} tokens do not divide documents of "
             f"{case.document_tokens}; give --document-tokens a multiple."
         )

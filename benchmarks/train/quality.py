@@ -48,7 +48,7 @@ CONTINUED = "continued-"
 
 
 def require(case: Case) -> None:
-    """Raises ValueError where the arm is not known, or does not divide documents."""
+    """Raises UsageError where the arm is not known, or does not divide documents."""
     also = f", or {CONTINUED}ATTENTION-LENGTH, whose first half trains dense attention on {SHORT} tokens"
     require_attention(case, case.arm.removeprefix(CONTINUED), also)
 

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ds_sparse.config import parse_sparse_attention
 from ds_sparse.modules.self_attention import SparseSelfAttention
+from ds_sparse.tools.arguments import UsageError
 
 from . import chosen
 from .models import Neighbours, attention_of
@@ -74,14 +75,14 @@ def default_arms(case: Case) -> list[str]:
 
 
 def require(case: Case) -> None:
-    """Raises ValueError where the case's arm is not known, the longest sequence is no power of two, or the budget is
+    """Raises UsageError where the case's arm is not known, the longest sequence is no power of two, or the budget is
     one of minutes: a step's time depends on its length."""
     chosen.require(case, blocks_of(case))
     longest, short = case.document_tokens, short_of(case)
     if longest & (longest - 1) or longest < short:
-        raise ValueError(f"--document-tokens {longest}: give recall a power of two of at least {short}.")
+        raise UsageError(f"--document-tokens {longest}: give recall a power of two of at least {short}.")
     if case.minutes:
-        raise ValueError("--minutes: steps of recall take times as different as their lengths; give --tokens.")
+        raise UsageError("--minutes: steps of recall take times as different as their lengths; give --tokens.")
 
 
 def lengths_of(case: Case, longest: int) -> list[int]:

@@ -87,7 +87,8 @@ def load(experiment: str) -> Any:
     """The module of an experiment, which has the data and tasks of its arms:
 
     - `default_arms(case)`: arms that decide most.
-    - `require(case)`: raises ValueError where the case's arm, or what the data is made of, is not there.
+    - `require(case)`: raises UsageError where options are none of the experiment, ValueError where what the data is
+      made of is not there.
     - `prepare(case, folder)`: writes the data to a folder, once; several processes read it then.
     - `phases(case, folder, device)`: the phases of an arm with a seed.
 

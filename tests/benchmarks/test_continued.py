@@ -89,7 +89,7 @@ def test_positions_are_stretched_by_as_much_farther_as_tokens_see():
     ],
 )
 def test_what_cannot_be_is_refused(options, sentence, capsys):
-    assert main(["train", "--experiment", "continued", "--quick", *options.split()]) == 1
+    assert main(["train", "--experiment", "continued", "--quick", *options.split()]) == 2
     assert sentence in " ".join(capsys.readouterr().err.split())
 
 

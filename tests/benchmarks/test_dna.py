@@ -197,11 +197,11 @@ def test_a_quick_run_says_loss_and_f1_of_each_arm_and_takes_genomes_of_a_folder(
         assert row.measures["masked_loss"] == pytest.approx(row.curve[0].held_out) and row.held_out < 2.5
         assert [point.asked for point in row.curve] == ["masked bases", "genes"]
     (tmp_path / "mine" / "made_up.gff3").write_text("chr1\tx\tgene\t1\t9\t.\t+\t.\tID=a\n")
-    for wrong, sentence in (
-        (["dense-64", *mine], "No held-out sequence has a gene that is known"),
-        (["dense-1"], "has windows of 1 base; give at least 2"),
-        (["longformer-64"], "is no arm of dna"),
+    for status, wrong, sentence in (
+        (1, ["dense-64", *mine], "No held-out sequence has a gene that is known"),
+        (2, ["dense-1"], "has windows of 1 base; give at least 2"),
+        (2, ["longformer-64"], "is no arm of dna"),
     ):
         capsys.readouterr()
-        assert main([*command, *wrong]) == 1
+        assert main([*command, *wrong]) == status
         assert sentence in capsys.readouterr().err
