@@ -6,9 +6,9 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any
 
 import torch
@@ -86,6 +86,12 @@ def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def without_empty_columns(table: Table) -> Table:
+    filled = [any(cells) for cells in zip(*table.rows, strict=True)]
+    heading, *rows = (list(compress(cells, filled)) for cells in (table.heading, *table.rows))
+    return replace(table, heading=heading, rows=rows)
 
 
 def in_columns(table: Table) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from benchmarks.running import in_columns
+from benchmarks.running import in_columns, without_empty_columns
 from ds_sparse.bench.markdown import Table
 
 Kind = TypeVar("Kind")
@@ -361,10 +361,10 @@ def shown_tables(case: Case, arms: Sequence[Arm]) -> dict[str, Table]:
         lines.append([f"`{arm.name}`", str(len(whole)), *numbers, with_spread(over, "+") if over else ""])
     of_whole = [one for one in arms[0].rows[0].answered if one.shown == shown[0]]
     files = ", ".join(f"{one.asked} of {one.distance:,}" for one in of_whole)
+    compared = f", and points over {short.name}" if short and any(line[-1] for line in lines) else ""
     note = (
         f"percent of {sum(one.asked for one in of_whole)} held-out files whose package is named, by what of them is "
-        f"shown, and points over {short.name if short else DENSE}; files by tokens, to below twice as many, or cut "
-        f"there: {files}"
+        f"shown{compared}; files by tokens, to below twice as many, or cut there: {files}"
     )
     heading = ["arm", "seeds", *shown, "points"]
     return {f"{case.experiment}, {case.budget}, shown": Table(heading, lines, notes=[note])}
@@ -460,9 +460,9 @@ def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
             for place, name in enumerate(table.heading[OF_ALL:], OF_ALL)
         )
         short = Table(table.heading[:OF_ALL], [row[:OF_ALL] for row in table.rows])
-        yield [*table.notes, *in_columns(short), *measures, *warnings]
+        yield [*table.notes, *in_columns(without_empty_columns(short)), *measures, *warnings]
         for more in (answered_tables(case, arms) | loss_tables(case, arms)).values():
-            yield [*more.notes, *in_columns(more)]
+            yield [*more.notes, *in_columns(without_empty_columns(more))]
 
 
 def line_of(case: Case, row: Row) -> str:
@@ -482,7 +482,7 @@ def tables_of(results: list[Result]) -> dict[str, Table]:
     for case, arms in arms_by_case(results).items():
         tables |= {f"{case.experiment}, {case.budget}": table_of(case, arms)}
         tables |= answered_tables(case, arms) | loss_tables(case, arms)
-    return tables
+    return {name: without_empty_columns(table) for name, table in tables.items()}
 
 
 def table_of(case: Case, arms: Sequence[Arm]) -> Table:

@@ -60,7 +60,7 @@ def test_a_table_says_what_jobs_came_to():
     (line,) = (line.split() for line in by_tokens if line.startswith("`bigbird-4096`"))
     assert line == ["`bigbird-4096`", "2", "2.2000", "±", "0.1414", "1.050", "0.20", "2.0", "1,600,000"]
     assert by_tokens[-1] == "far loss: `dense-512` 4, `dense-4096` 3, `bigbird-4096` 3.25"
-    assert "0.2 minutes an arm" in by_minutes[0]
+    assert "0.2 minutes an arm" in by_minutes[0] and "of dense" in by_tokens[1] and "of dense" not in by_minutes[1]
     measures = dict.fromkeys(("accuracy", "far_tokens", "far_loss"), 0.1234)
     long = [result("continued-bslongformer-16384", seed, 12.3456, measures, tokens=10**12) for seed in (0, 1)]
     *_, lines = map(list, report(long))
@@ -104,13 +104,28 @@ def test_files_told_are_compared_with_the_shortest_dense_arm():
         ["`dense-512`", "2", "62.0 ± 2.8", "50.0 ± 0.0", ""],
         ["`dense-8192`", "3", "80.0 ± 10.0", "38.0 ± 7.2", "+23.0 ± 4.2"],
     ]
-    assert table.notes[0].startswith("percent of 100 held-out files") and table.notes[0].endswith("50 of 8,192")
+    (note,) = table.notes
+    assert note.startswith("percent of 100 held-out files") and note.endswith("50 of 8,192")
+    assert "is shown, and points over dense-512; files" in note
     *_, last = map(list, report(jobs))
     assert last[-1].split() == "`dense-8192` 3 80.0 ± 10.0 38.0 ± 7.2 +23.0 ± 4.2".split()
+
+
+@pytest.mark.parametrize("arm", ["dense-512", "bigbird-8192"])
+def test_files_told_have_no_points_without_two_arms_to_compare(arm):
+    *_, table = tables_of([shown(arm, 0, 60, 50)]).values()
+    assert (table.heading, table.rows) == (
+        ["arm", "seeds", "whole", "far part removed"],
+        [[f"`{arm}`", "1", "60.0", "50.0"]],
+    )
+    assert "is shown; files by tokens" in table.notes[0]
+    *_, last = map(list, report([shown(arm, 0, 60, 50)]))
+    assert last[-2].split()[-3:] == ["far", "part", "removed"]
 
 
 def test_a_table_for_a_page():
     by_tokens, by_minutes = tables_of(JOBS).values()
     assert by_tokens.rows[2] == ["`bigbird-4096`", "2", "2.2000 ± 0.1414", "1.050", "0.20", "2.0", "1,600,000", "3.25"]
-    assert by_minutes.rows == [["`bigbird-4096`", "1", "1.5000", "", "0.20", "2.0", "1,600,000"]]
+    assert by_minutes.heading == ["arm", "seeds", "held-out loss", "minutes", "million tokens", "tokens/s"]
+    assert by_minutes.rows == [["`bigbird-4096`", "1", "1.5000", "0.20", "2.0", "1,600,000"]], "no dense arm"
     assert "quality, 2,000,000 tokens an arm, BERT-small, bf16" in by_tokens.in_markdown()
