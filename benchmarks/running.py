@@ -89,6 +89,9 @@ def release_memory(device: torch.device) -> None:
 
 
 def without_empty_columns(table: Table) -> Table:
+    """The columns in which some row has a text; all of a table without rows."""
+    if not table.rows:
+        return table
     filled = [any(cells) for cells in zip(*table.rows, strict=True)]
     heading, *rows = (list(compress(cells, filled)) for cells in (table.heading, *table.rows))
     return replace(table, heading=heading, rows=rows)

@@ -89,10 +89,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         return 1
     if args.longest and args.device == "cpu":
         print(results.ON_CPU, file=sys.stderr)
-        return 1
+        return 2
     if wrong := misplaced(args):
         print(wrong, file=sys.stderr)
-        return 1
+        return 2
     names = args.peers or (attentions.PACKED_ATTENTIONS if args.packed else attentions.BERT_ATTENTIONS)
     on_gpu = [4096] if args.packed else [4096, 8192, 16384, 32768]
     lengths = sorted(args.seq_len or (on_gpu if args.device == "cuda" else [1024]))

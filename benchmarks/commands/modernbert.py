@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
             steps.require_layout(modernbert.STRUCTURE, seq_len)
     except ValueError as error:
         print(f"--seq-len: {error} Give longer rows.", file=sys.stderr)
-        return 1
+        return 2
     cases = [
         results.Case(seq_len, dtype, args.device, predicts_all=not args.labelled_only, whole_step=True)
         for dtype in args.dtype

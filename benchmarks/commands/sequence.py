@@ -15,6 +15,7 @@ from ds_sparse.bench import cases
 from ds_sparse.bench.command import add_shared, listed, one_of
 from ds_sparse.bench.registry import BF16_ON_A_GPU
 from ds_sparse.tools.arguments import positive
+from ds_sparse.tools.terminal import wrong
 from ds_sparse.tools.torch_settings import cpu_threads
 
 
@@ -93,10 +94,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         return 1
     if args.longest and args.tokens:
         print("--longest looks for one sequence, and --tokens wants several; leave one of them out.", file=sys.stderr)
-        return 1
+        return 2
     if args.longest and args.device == "cpu":
         print(results.ON_CPU, file=sys.stderr)
-        return 1
+        return 2
     seq_lens = args.seq_len or ([16384, 65536, 262144] if args.device == "cuda" else [512, 1024])
     ranks = args.ranks or [torch.cuda.device_count() if args.device == "cuda" else 2]
     try:
@@ -106,11 +107,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         for seq_len in seq_lens:
             steps.require_layout(args.structure, seq_len)
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return wrong(error)
     if "fp16" in args.dtype:
         print("--dtype fp16: DeepSpeed leaves steps out while it looks for a loss scale; give bf16.", file=sys.stderr)
-        return 1
+        return 2
     settings = {
         name: getattr(args, name)
         for name in ("structure", "zero_stage", "activations", "tiles", "micro_batches", "tokens")

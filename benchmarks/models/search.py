@@ -69,12 +69,6 @@ class Bracket:
         return (longest + min(self.failed)) / 2 if self.failed else 2 * longest
 
 
-def require_gpu(device: torch.device) -> None:
-    """Raises ValueError where no memory could be filled."""
-    if device.type == "cpu":
-        raise ValueError("--longest: a CPU's memory is not filled by trying; measure on a GPU, with --device cuda.")
-
-
 def tries(
     bracket: Bracket, attempt: Callable[[int, float], tuple[Case, Row]], seconds: float
 ) -> Iterator[tuple[Case, Row]]:

@@ -27,6 +27,7 @@ from ds_sparse.bench.cases import IN_BERT
 from ds_sparse.bench.machine import GIB
 from ds_sparse.config.block import sparse_attention_block
 from ds_sparse.integrations.deepspeed import init_distributed, initialize
+from ds_sparse.tools.arguments import UsageError
 from ds_sparse.tools.extras import optional_imports
 
 with optional_imports():
@@ -62,10 +63,10 @@ class LabelledBertForMaskedLM(BertForMaskedLM):
 
 
 def require_heads(ranks: int, device: str) -> None:
-    """Raises ValueError where ranks that share a sequence are more than the model's heads."""
+    """Raises UsageError where ranks that share a sequence are more than the model's heads."""
     heads = BertConfig(**MODELS[BASE][device]).num_attention_heads
     if ranks > heads:
-        raise ValueError(
+        raise UsageError(
             f"--ranks {ranks}: the model has {heads} heads, and each rank that shares a sequence wants one; give "
             f"{heads} ranks or fewer, or --parallel data."
         )

@@ -332,7 +332,7 @@ def test_what_is_wrong_or_has_no_layout_is_named_and_not_timed(monkeypatch, caps
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(capsys, arguments, sentence):
-    assert main(arguments.split()) == 1
+    assert main(arguments.split()) == 2
     printed = capsys.readouterr()
     assert not printed.out and sentence in printed.err
 

@@ -57,7 +57,7 @@ def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(capsys, arguments, sentence):
-    assert main(["sequence", *arguments.split()]) == 1
+    assert main(["sequence", *arguments.split()]) == 2
     printed = capsys.readouterr()
     assert not printed.out and sentence in printed.err
 
