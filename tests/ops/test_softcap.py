@@ -317,13 +317,13 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("softcap", [1e8, 3e38])
     def test_a_cap_far_above_all_scores_changes_nothing(self, softcap: float):
-        """But for roundings; the tanh of tensors of 16 bits has 11."""
-        found = []
+        """But for roundings, and for tanh, which has 11 bits with fp16 and bf16. Scores are a few at most."""
+        found, scale = [], 0.01
         for cap in (0.0, softcap):
             given = operands(self.dtype)
-            output = on_gpu(block_sparse_attention, *given, LAYOUT, softcap=cap)
+            output = on_gpu(block_sparse_attention, *given, LAYOUT, softcap=cap, scale=scale)
             found.append([output, *torch.autograd.grad(output.float().sin().sum(), given)])
-        largest_score = (given[0] @ given[1].mT).abs().max().item() / 24**0.5
+        largest_score = (given[0] @ given[1].mT).abs().max().item() * scale
         of_tanh = 2.0**-11 * largest_score if self.dtype != torch.float32 else 1e-5
         for without, capped in zip(*found, strict=True):
             size = without.abs().max().item()

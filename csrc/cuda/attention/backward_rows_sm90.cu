@@ -171,7 +171,7 @@ __device__ __forceinline__ void run_consumer(
 #pragma unroll
       for (int i = 0; i < kBlockN / 2; ++i) {
         const RowStats& row = i % 4 < 2 ? stats0 : stats8;
-        const float slope = capped ? p.scoring.cap_slope(probs[i]) : 1.0f;  // of which gradients are made alone
+        const float slope = capped ? p.scoring.cap_slope(probs[i]) : 1.0f;  // all that follows are gradients of scores
         probs[i] = kPlain ? exp2_approx(probs[i] * softmax_scale_log2 - row.lse)
                           : exp2_approx((probs[i] - row.row_max) * softmax_scale_log2) * row.inverse_sum;
         probs[i] *= slope;

@@ -25,13 +25,14 @@ constexpr PairBias pair_bias_of(Scores scores) {
                                          : PairBias::kNone;
 }
 constexpr bool have_pair_bias(Scores scores) { return pair_bias_of(scores) != PairBias::kNone; }
-// Plain but for steps with biases: their scores are scaled first, and so are all row maxima.
+// Plain but for steps with biases, and for all steps with a soft cap: their scores are scaled first, and so are all row
+// maxima.
 constexpr bool may_be_biased(Scores scores) {
   return scores == Scores::kDropped || scores == Scores::kBiased || have_pair_bias(scores);
 }
 // Thresholds of dropout are those of fp16 numbers; others are left to kOptions.
 constexpr bool drops_by_halves(Scores scores) { return scores == Scores::kDropped; }
-// For the sweep by rows, which has no kernels for dropout and biases alone.
+// For the sweep by rows, which has no kernels for dropout, biases or soft caps alone.
 constexpr Scores with_any_option(Scores scores) { return may_be_biased(scores) ? Scores::kOptions : scores; }
 
 // True where probabilities are dropped.

@@ -185,8 +185,8 @@ struct Scoring {
   }
   __device__ __forceinline__ float inverse_softcap() const { return fminf(__frcp_rn(softcap), FLT_MAX); }
 
-  // Caps scores, or products where scale_to_cap is the scale over the cap. With tensors of 16 bits tanh has 11 bits, as
-  // many as their formats keep of a score, and takes one instruction.
+  // Caps scores, or products where scale_to_cap is the scale over the cap. With tensors of 16 bits tanh is one
+  // instruction, of 11 bits: no fewer than their formats have.
   template <class T, int kCount>
   __device__ __forceinline__ void cap(float (&scores)[kCount], float scale_to_cap) const {
 #pragma unroll
