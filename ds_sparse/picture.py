@@ -117,7 +117,8 @@ def cell_of(rows: LayoutRows, width: int) -> int:
 def _period(rows: LayoutRows, most: int) -> int:
     """Block columns after which what the last rows see far before them repeats itself, `most` at most; 1 if it does
     not."""
-    last = rows.maker(0)(range(max(0, rows.rows - ROWS_AT_ONCE), rows.rows))
+    number = min(ROWS_AT_ONCE, max(1, rows.rows // 4))
+    last = rows.maker(0)(range(rows.rows - number, rows.rows))
     _, kinds = last[:, rows.columns // 8 : rows.columns // 2].unique(dim=1, return_inverse=True)
     periods = range(1, min(most, len(kinds) // 2) + 1)
     return next((period for period in periods if torch.equal(kinds[period:], kinds[:-period])), 1)

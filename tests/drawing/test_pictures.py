@@ -72,6 +72,19 @@ def test_a_pattern_that_repeats_itself_within_a_character_makes_no_stripes(block
     assert {len(set(line[len(line) // 2 : -1])) for line in picture[:8]} == {1}
 
 
+@pytest.mark.parametrize("columns", [22, 36, 50, 64, 80, 100, 120])
+@pytest.mark.parametrize(("blocks", "period"), [(32, 4), (125, 5), (128, 4)])
+def test_stripes_of_short_sequences_are_those_of_the_layout(blocks, period, columns):
+    structure = FixedSparsityConfig(
+        4, 16, num_local_blocks=period, different_layout_per_head=True, num_different_global_patterns=4
+    )
+    cell = picture.cell_of(structure.make_rows(16 * blocks), columns)
+    for head in range(4):
+        line = draw(structure, columns=columns, head=head, tokens=16 * blocks).splitlines()[1]
+        far, after = line[len(line) // 2 : -1], max(1, period // cell)
+        assert len(far) > after and far[after:] == far[:-after]
+
+
 def test_a_period_that_no_character_near_the_width_divides_makes_no_stripes():
     layout = torch.zeros(140, 140, dtype=torch.bool)
     layout[:, 5::7] = layout[:, 6::7] = True
