@@ -207,25 +207,39 @@ class LayoutRows:
     """A layout (heads, rows, columns) in blocks.
 
     Attributes:
-        heads: 1 when all heads are equal.
+        heads: of all sequences together, one after the other; of each 1 when all its heads are equal.
         maker: from a head to what makes its rows; what is random in a head is drawn by this call.
+        sequences: which have layouts of their own; 1 when they share one.
     """
 
     heads: int
     rows: int
     columns: int
     maker: Callable[[int], RowMaker]
+    sequences: int = 1
 
     @classmethod
     def of(cls, layout: Tensor) -> LayoutRows:
-        """The rows of a layout (H, R, C) or (R, C) that exists, bool or 0/1 integers.
+        """The rows of a layout (R, C), (H, R, C) or (B, H, R, C) that exists, bool or 0/1 integers.
 
         Raises:
             TypeError, ValueError: as `as_bool_layout`.
         """
-        live = as_bool_layout(layout).cpu()
+        of_heads, sequences = with_heads_of_sequences(layout)
+        live = as_bool_layout(of_heads).cpu()
         heads, rows, columns = live.shape
-        return cls(heads, rows, columns, lambda h: lambda rows: live[h, rows.start : rows.stop])
+        return cls(heads, rows, columns, lambda h: lambda rows: live[h, rows.start : rows.stop], sequences)
+
+    @property
+    def heads_of_sequence(self) -> int:
+        return self.heads // self.sequences
+
+    def asked(self, head: int | None) -> list[int]:
+        """The heads that are head `head` of a sequence; None: all."""
+        if head is None:
+            return list(range(self.heads))
+        first = head if self.heads_of_sequence > 1 else 0
+        return list(range(first, self.heads, self.heads_of_sequence))
 
     def pieces(self, h: int) -> Iterator[tuple[range, Tensor]]:
         """All rows of a head, bool, no more than ROWS_AT_ONCE at a time, and which they are."""

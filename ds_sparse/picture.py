@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -81,7 +82,7 @@ def html_of(layout: LayoutRows | Tensor, block: int, title: str = "", head: int 
     figures = "".join(
         f'<figure style="display:inline-block;margin:4px"><img style="width:{240 if len(panels) > 1 else 360}px;'
         f'image-rendering:pixelated;border:1px solid #888" src="data:image/png;base64,{_png(panel.shares)}">'
-        f"<figcaption>{head_name(panel.heads, rows.heads, head)}, density {panel.density:.1%}</figcaption></figure>"
+        f"<figcaption>{head_name(panel.heads, rows, head)}, density {panel.density:.1%}</figcaption></figure>"
         for panel in panels[:MOST_IMAGES]
     )
     more = f"<p>and {len(panels) - MOST_IMAGES} other layouts</p>" if len(panels) > MOST_IMAGES else ""
@@ -126,12 +127,12 @@ def _period(rows: LayoutRows, most: int) -> int:
 
 @random_numbers_kept()
 def panels_of(rows: LayoutRows, cell: tuple[int, int], head: int | None = None) -> list[Panel]:
-    """One for each distinct head, or of one head, in cells of so many rows and columns; those at the edge count only
+    """One for each distinct head of those asked for, in cells of so many rows and columns; those at the edge count only
     the blocks they hold. Of each head no more than ROWS_AT_ONCE rows exist at a time."""
-    heads = range(rows.heads) if head is None else [head if rows.heads > 1 else 0]
+    heads = rows.asked(head)
     makers = {h: rows.maker(h) for h in heads}
     cells = [-(-size // along) for size, along in zip((rows.rows, rows.columns), cell, strict=True)]
-    groups = [(list(heads), torch.zeros(cells, dtype=torch.int64))]
+    groups = [(heads, torch.zeros(cells, dtype=torch.int64))]
     with cpu_threads(1):  # a piece of rows is so small that threads wait for each other longer than they work
         for start in range(0, rows.rows, ROWS_AT_ONCE):
             piece = range(start, min(start + ROWS_AT_ONCE, rows.rows))
@@ -175,10 +176,19 @@ def _counted(counts: Tensor, live: Tensor, piece: range, cell: tuple[int, int]) 
     return counts
 
 
-def head_name(heads: Sequence[int], of: int, asked: int | None) -> str:
-    """The heads of one picture, of a layout of so many; or the one that was asked for."""
-    if asked is not None:
-        return f"head {asked}"
-    if len(heads) == of:
-        return "all heads"
-    return f"head{'s' * (len(heads) > 1)} {in_ranges(heads)}"
+def head_name(heads: Sequence[int], rows: LayoutRows, asked: int | None) -> str:
+    """The heads of one picture; or the one that was asked for."""
+    if len(heads) == len(rows.asked(asked)):
+        return "all heads" if asked is None else f"head {asked}"
+    if rows.sequences == 1:
+        return _numbered("head", heads)
+    sequences: dict[str, list[int]] = {}
+    for sequence, members in groupby(heads, lambda head: head // rows.heads_of_sequence):
+        numbers = [head % rows.heads_of_sequence for head in members] if asked is None else [asked]
+        shared = asked is None and rows.heads_of_sequence == 1
+        sequences.setdefault("" if shared else f", {_numbered('head', numbers)}", []).append(sequence)
+    return "; ".join(_numbered("sequence", numbers) + name for name, numbers in sequences.items())
+
+
+def _numbered(word: str, numbers: Sequence[int]) -> str:
+    return f"{word}{'s' * (len(numbers) > 1)} {in_ranges(numbers)}"

@@ -65,7 +65,7 @@ def save_page(sheets: Sequence[Sheet], path: str | os.PathLike[str], title: str,
         path: the file, which ends in .html.
 
     Raises:
-        ValueError: another ending, or a path that no file can be written to; layouts of too many runs of live blocks.
+        ValueError: another ending, or a path that no file can be written to; as `page_text`.
     """
     require_drawable(path, PAGES)
     text = page_text(sheets, title, notes)
@@ -84,7 +84,7 @@ def page_text(sheets: Sequence[Sheet], title: str, notes: Sequence[str] = ()) ->
         notes: sentences to be listed.
 
     Raises:
-        ValueError: layouts of too many runs of live blocks.
+        ValueError: layouts of too many runs of live blocks, or of several sequences in a sheet.
     """
     made, size = [], 0
     for sheet in sheets:
@@ -111,10 +111,14 @@ def _part(name: str) -> str:
 
 def _contents(sheet: Sheet) -> dict[str, Any]:
     """The data of a layout that the page's program reads."""
-    asked = range(sheet.rows.heads) if sheet.head is None else [sheet.head if sheet.rows.heads > 1 else 0]
+    if sheet.rows.sequences > 1:
+        raise ValueError(
+            "A sheet is a layout that all sequences share, and this one has layouts of "
+            f"{sheet.rows.sequences}; give each sequence a sheet of its own."
+        )
     whole = sheet.rows.rows <= LARGEST
     heads: dict[str, dict[str, Any]] = {}
-    for h in asked:
+    for h in sheet.rows.asked(sheet.head):
         parts: list[Tensor] = []
         changes = Changes.of(_kept(sheet.rows, h, parts) if whole else sheet.rows.pieces(h))
         packed = _packed(changes.packed())
@@ -124,7 +128,7 @@ def _contents(sheet: Sheet) -> dict[str, Any]:
         walked = _walks(torch.cat(parts), sheet) if whole else []
         heads[packed] = {"numbers": [h], "changes": packed, "live": changes.live, "walks": walked}
     for head in heads.values():
-        head["name"] = head_name(head["numbers"], sheet.rows.heads, sheet.head)
+        head["name"] = head_name(head["numbers"], sheet.rows, sheet.head)
         if len(head["numbers"]) == sheet.rows.heads or sheet.head is not None:
             head["numbers"] = list(range(sheet.num_heads)) if sheet.head is None else [sheet.head]
     return {

@@ -68,11 +68,11 @@ def draw(
     cell of several blocks and its shade for the share of them that is live.
 
     Args:
-        what: a structure; an index; a layout, (H, R, C) or (R, C), bool or 0/1 integers, or
-            `SparsityConfig.make_rows`.
+        what: a structure; an index; a layout, (R, C), (H, R, C) or (B, H or 1, R, C), bool or 0/1 integers, or what
+            `SparsityConfig.make_rows` returns.
         block: tokens in a block of a layout, for the legend; 1, the default, of a layout of single tokens.
         columns: width of all in characters.
-        head: draw this head alone; of a layout that all heads share, this.
+        head: draw this head alone, of each sequence; of a layout that all heads share, this.
         ascii: ASCII characters only. None: if standard output takes no others.
         stretch: a picture of all heads makes blocks as large as `columns` have room for.
         tokens: of a structure's layout, rounded up to whole blocks; 2048 by default.
@@ -105,15 +105,16 @@ def draw(
     unit = "block" if block > 1 else "pair"
     size = f"{rows.rows} x {rows.columns} {f'blocks of {block} ' if block > 1 else ''}tokens"
     if len(panels) == 1:
-        cell, lines = full, [f"{head_name(panels[0].heads, rows.heads, head)}: {size}, density {panels[0].density:.1%}"]
+        cell, lines = full, [f"{head_name(panels[0].heads, rows, head)}: {size}, density {panels[0].density:.1%}"]
         lines += _text(panels[0], full, characters, max(1, columns // rows.columns) if stretch else 1)
     else:
         across = min(len(panels), max(1, (columns + 2) // 16))
         width = (columns + 2) // across - 2
         cell = cell_of(rows, width)
         if cell != full:
-            panels = panels_of(rows, (2 * cell, cell))
-        lines = [size, *_beside_each_other(panels, rows, cell, across, width, characters)]
+            panels = panels_of(rows, (2 * cell, cell), head)
+        names = [head_name(panel.heads, rows, head) for panel in panels]
+        lines = [size, *_beside_each_other(panels, names, cell, across, width, characters)]
     if cell == 1:
         legend = characters.halves_legend.replace("block", unit)
     else:
@@ -198,12 +199,14 @@ def _text(panel: Panel, cell: int, characters: Characters, times: int = 1) -> li
 
 
 def _beside_each_other(
-    panels: list[Panel], rows: LayoutRows, cell: int, across: int, width: int, characters: Characters
+    panels: list[Panel], names: list[str], cell: int, across: int, width: int, characters: Characters
 ) -> Iterator[str]:
     for first in range(0, len(panels), across):
         in_line = panels[first : first + across]
-        names = [textwrap.wrap(head_name(panel.heads, rows.heads, None), max(width, 8)) for panel in in_line]
-        captions = [[*name, f"density {panel.density:.1%}"] for name, panel in zip(names, in_line, strict=True)]
+        captions = [
+            [*textwrap.wrap(name, max(width, 8)), f"density {panel.density:.1%}"]
+            for name, panel in zip(names[first : first + across], in_line, strict=True)
+        ]
         pictures = [_text(panel, cell, characters) for panel in in_line]
         for lines in (captions, pictures):
             for parts in zip_longest(*lines, fillvalue=""):
@@ -233,7 +236,7 @@ def _figure(rows: LayoutRows, block: int, title: str, head: int | None) -> Figur
             extent=(0, rows.columns * block, rows.rows * block, 0),
         )
         between = ", " if across == 1 else "\n"
-        name = "\n".join(textwrap.wrap(head_name(panel.heads, rows.heads, head), int(12 * side)))
+        name = "\n".join(textwrap.wrap(head_name(panel.heads, rows, head), int(12 * side)))
         axes.set_title(f"{name}{between}density {panel.density:.1%}", fontsize=9)
         axes.tick_params(labelsize=7)
         axes.locator_params(nbins=8 if across == 1 else 2)

@@ -512,7 +512,8 @@ class BlockIndex(OnDevice):
 
     def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
         """The layout; waits for the device."""
-        return LayoutRows.of(self.layout()), self.block
+        rows = LayoutRows.of(self.layout())
+        return replace(rows, sequences=self.num_sequences if self.by_sequence else 1), self.block
 
     def layout(self) -> Tensor:
         """The layout, unpacked at each call.

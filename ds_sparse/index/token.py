@@ -200,8 +200,7 @@ class TokenIndex(OnDevice):
         """The pairs, or the blocks of 64 that hold them where there are many tokens; waits for the device."""
         if self.num_lists * self.queries * self.keys > MOST_DRAWN:
             return self.blocks(64).rows_to_draw()
-        mask = self.mask()
-        return LayoutRows.of(mask.reshape(-1, *mask.shape[-2:])), 1
+        return LayoutRows.of(self.mask()), 1
 
     @property
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@ import random
 import re
 import struct
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -79,6 +80,16 @@ def test_other_indices_are_drawn_as_what_they_hold():
     packed = ds_sparse.PackedIndex.build(STRUCTURE.make_layout(96), torch.tensor([0, 64, 160]), block=16)
     (image,) = images(packed._repr_html_())
     assert not image[:4, 4:].any() and not image[4:, :4].any() and image[:4, :4].any()
+
+
+@pytest.mark.parametrize("make", [partial(ds_sparse.BlockIndex.build, block=16), ds_sparse.TokenIndex.from_mask])
+def test_indices_of_sequences_say_which_is_which(make):
+    layout = torch.eye(5, dtype=torch.bool).repeat(2, 3, 1, 1)
+    layout[1] = True
+    shown = make(layout)._repr_html_()
+    assert [image.bool().tolist() for image in images(shown)] == layout[:, 0].tolist()
+    assert re.findall("<figcaption>(.*?), density", shown) == ["sequence 0, heads 0-2", "sequence 1, heads 0-2"]
+    assert "<figcaption>all heads," in make(layout[[0, 0]])._repr_html_()
 
 
 def test_of_many_layouts_the_first_are_shown():

@@ -85,8 +85,11 @@ def test_the_same_layout_gives_the_same_file(tmp_path):
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
 
 
-def test_what_is_too_large_for_a_browser_is_a_sentence_and_no_file(tmp_path, monkeypatch):
+def test_what_a_page_cannot_show_is_a_sentence_and_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "_MOST", 100)
     with pytest.raises(ValueError, match="too much for a browser. Draw one head"):
         save_page([sheet_of(BigBirdSparsityConfig(2, seed=1))], tmp_path / "a.html", "a title")
+    sequences = Sheet("", "", LayoutRows.of(torch.eye(4).expand(2, 3, 4, 4)), 16, 3)
+    with pytest.raises(ValueError, match="layouts of 2; give each sequence a sheet of its own"):
+        save_page([sequences], tmp_path / "a.html", "a title")
     assert not list(tmp_path.iterdir())

@@ -51,6 +51,26 @@ def test_one_head_is_drawn_alone():
     assert draw(LIVE, 16, head=5).startswith("head 5: 3 x 3 blocks"), "all heads share this layout"
 
 
+OF_SEQUENCES = torch.stack([torch.stack([LIVE, LIVE.T, LIVE.T]), LIVE.expand(3, 3, 3)])
+
+
+@pytest.mark.parametrize(
+    ("layout", "head", "names"),
+    [
+        (OF_SEQUENCES, None, {"sequence 0, head 0; sequence 1, heads 0-2", "sequence 0, heads 1, 2"}),
+        (OF_SEQUENCES, 1, {"sequence 0, head 1", "sequence 1, head 1"}),
+        (OF_SEQUENCES[:, :, :1], 0, {"head 0: 1 x 3 tokens, density 33.3%"}),
+        (OF_SEQUENCES[:, 1:2], None, {"sequence 0", "sequence 1"}),
+        (OF_SEQUENCES[:, 1:2], 5, {"sequence 0, head 5", "sequence 1, head 5"}),
+        (OF_SEQUENCES[[1, 0, 1], :2], None, {"sequences 0, 2, heads 0, 1; sequence 1, head 0", "sequence 1, head 1"}),
+        (OF_SEQUENCES[1:], None, {"all heads: 3 x 3 tokens, density 55.6%"}),
+    ],
+)
+def test_heads_of_sequences_are_named_by_both(layout, head, names):
+    lines = draw(layout, columns=100, head=head).splitlines()
+    assert names <= {name.strip() for line in lines[:2] for name in line.split("  ")}
+
+
 def test_a_large_layout_is_scaled_down_and_single_blocks_still_show():
     layout = torch.zeros(100, 100, dtype=torch.bool)
     layout[:50, :50] = True
