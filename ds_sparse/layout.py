@@ -210,6 +210,7 @@ class LayoutRows:
         heads: of all sequences together, one after the other; of each 1 when all its heads are equal.
         maker: from a head to what makes its rows; what is random in a head is drawn by this call.
         sequences: which have layouts of their own; 1 when they share one.
+        num_heads: of a sequence, where all share its layout; None: any number.
     """
 
     heads: int
@@ -217,9 +218,10 @@ class LayoutRows:
     columns: int
     maker: Callable[[int], RowMaker]
     sequences: int = 1
+    num_heads: int | None = None
 
     @classmethod
-    def of(cls, layout: Tensor) -> LayoutRows:
+    def of(cls, layout: Tensor, num_heads: int | None = None) -> LayoutRows:
         """The rows of a layout (R, C), (H, R, C) or (B, H, R, C) that exists, bool or 0/1 integers.
 
         Raises:
@@ -228,16 +230,24 @@ class LayoutRows:
         of_heads, sequences = with_heads_of_sequences(layout)
         live = as_bool_layout(of_heads).cpu()
         heads, rows, columns = live.shape
-        return cls(heads, rows, columns, lambda h: lambda rows: live[h, rows.start : rows.stop], sequences)
+        return cls(heads, rows, columns, lambda h: lambda rows: live[h, rows.start : rows.stop], sequences, num_heads)
 
     @property
     def heads_of_sequence(self) -> int:
         return self.heads // self.sequences
 
     def asked(self, head: int | None) -> list[int]:
-        """The heads that are head `head` of a sequence; None: all."""
+        """The heads that are head `head` of a sequence; None: all.
+
+        Raises:
+            ValueError: there is no such head.
+        """
         if head is None:
             return list(range(self.heads))
+        number = self.heads_of_sequence if self.heads_of_sequence > 1 else self.num_heads
+        if head < 0 or (number is not None and head >= number):
+            wanted = "0 or more" if number is None else f"from 0 to {number - 1}"
+            raise ValueError(f"head is {head}; it has to be {wanted}.")
         first = head if self.heads_of_sequence > 1 else 0
         return list(range(first, self.heads, self.heads_of_sequence))
 

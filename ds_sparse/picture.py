@@ -35,8 +35,8 @@ MOST_IMAGES = 12
 class Drawable(Protocol):
     """What `ds_sparse.draw` takes beside layouts: structures and indices."""
 
-    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
-        """The layout, of so many tokens where that is not known, and the tokens in a block.
+    def rows_to_draw(self) -> tuple[LayoutRows, int]:
+        """The layout, and the tokens in a block.
 
         Raises:
             ValueError: there is none.

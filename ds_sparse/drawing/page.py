@@ -84,7 +84,7 @@ def page_text(sheets: Sequence[Sheet], title: str, notes: Sequence[str] = ()) ->
         notes: sentences to be listed.
 
     Raises:
-        ValueError: layouts of too many runs of live blocks, or of several sequences in a sheet.
+        ValueError: layouts of too many runs of live blocks, or of several sequences in a sheet; no such head.
     """
     made, size = [], 0
     for sheet in sheets:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..layout import LayoutRows
 from ..picture import CELLS, Drawable, Panel, cell_of, head_name, html_of, panels_of
+from ..sparsity import SparsityConfig
 from ..tools.arguments import UsageError
 from ..tools.extras import optional_imports
 from ..tools.files import require_writable
@@ -70,7 +71,8 @@ def draw(
     Args:
         what: a structure; an index; a layout, (R, C), (H, R, C) or (B, H or 1, R, C), bool or 0/1 integers, or what
             `SparsityConfig.make_rows` returns.
-        block: tokens in a block of a layout, for the legend; 1, the default, of a layout of single tokens.
+        block: tokens in a block of a layout, for the legend; 1, the default, of a layout of single tokens. Structures
+            and indices have their own.
         columns: width of all in characters.
         head: draw this head alone, of each sequence; of a layout that all heads share, this.
         ascii: ASCII characters only. None: if standard output takes no others.
@@ -81,7 +83,8 @@ def draw(
         The text, a str, with `_repr_html_`.
 
     Raises:
-        ValueError: a structure without a layout of that length, or that chooses its blocks in each call.
+        ValueError: a structure without a layout of that length, or that chooses its blocks in each call; no such head;
+            `block` beside a structure or an index, `tokens` beside an index or a layout.
         TypeError: none of these.
 
     Examples:
@@ -95,10 +98,7 @@ def draw(
              '#.
         ' upper block live, . lower block live, # both, blank: none; rows are queries, columns keys
     """
-    if isinstance(what, Drawable):
-        rows, block = what.rows_to_draw(tokens)
-    else:
-        rows, block = what if isinstance(what, LayoutRows) else LayoutRows.of(what), block or 1
+    rows, block = _rows_of(what, block, tokens)
     characters = ASCII if (takes_ascii_only(sys.stdout) if ascii is None else ascii) else UNICODE
     full = cell_of(rows, columns)
     panels = panels_of(rows, (2 * full, full) if full > 1 else (1, 1), head)
@@ -127,6 +127,22 @@ def draw(
     return picture
 
 
+def _rows_of(what: Drawable | Tensor | LayoutRows, block: int | None, tokens: int | None) -> tuple[LayoutRows, int]:
+    """The layout to draw, and the tokens in a block."""
+    is_structure = isinstance(what, SparsityConfig)
+    kind = "a structure" if is_structure else "an index" if isinstance(what, Drawable) else "a layout"
+    if tokens is not None and not is_structure:
+        raise ValueError(f"tokens is {tokens} beside {kind}, which has its length; leave tokens out.")
+    if block is not None and kind != "a layout":
+        instead = f"for {block} tokens give tokens={block}" if is_structure else "leave block out"
+        raise ValueError(f"block is {block} beside {kind}, which has its own; {instead}.")
+    if isinstance(what, SparsityConfig):
+        return what.rows_to_draw(tokens)
+    if isinstance(what, Drawable):
+        return what.rows_to_draw()
+    return what if isinstance(what, LayoutRows) else LayoutRows.of(what), block or 1
+
+
 def save_drawing(
     layout: Tensor | LayoutRows,
     block: int,
@@ -140,7 +156,7 @@ def save_drawing(
     512 blocks are averaged down and the grey is the share of live blocks. layout, block and head are those of `draw`.
 
     Raises:
-        ValueError: another ending, or a path that no file can be written to.
+        ValueError: another ending, or a path that no file can be written to; no such head.
         ImportError: matplotlib is not installed.
     """
     require_drawable(path, PICTURES)

@@ -510,10 +510,10 @@ class BlockIndex(OnDevice):
         instead = "read index.row_lengths once before, for causal calls index.causal().row_lengths."
         return self._once("row_lengths", lambda: self.lists.row_offsets.diff().tolist(), instead, what)
 
-    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+    def rows_to_draw(self) -> tuple[LayoutRows, int]:
         """The layout; waits for the device."""
-        rows = LayoutRows.of(self.layout())
-        return replace(rows, sequences=self.num_sequences if self.by_sequence else 1), self.block
+        layout = self.layout().unflatten(0, (-1, self.heads_of_sequence))
+        return LayoutRows.of(layout, None if self.num_heads == 1 else self.num_heads), self.block
 
     def layout(self) -> Tensor:
         """The layout, unpacked at each call.

@@ -84,7 +84,7 @@ class OnDevice:
         """Where the index is; kinds that every call asks say it of one tensor themselves, which is faster."""
         return next(self._tensors()).device
 
-    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+    def rows_to_draw(self) -> tuple[LayoutRows, int]:
         """The layout, and the tokens in a block; waits for the device.
 
         Raises:

@@ -397,9 +397,10 @@ class PackedIndex(OnDevice):
             self.tile_spans("rows", HOPPER_TILE, causal)
         return self
 
-    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+    def rows_to_draw(self) -> tuple[LayoutRows, int]:
         """The blocks of all documents, one after the other; waits for the device."""
-        return LayoutRows.of(unpack_bits(self.ready()._bits(False), len(self.spans))), self.block
+        layout = unpack_bits(self.ready()._bits(False), len(self.spans))
+        return LayoutRows.of(layout, None if self.num_heads == 1 else self.num_heads), self.block
 
     def causal_blocks(self, causal: bool) -> BlockIndex:
         """The blocks; with `causal` without those above the diagonal. Made at the first call, which synchronises once;

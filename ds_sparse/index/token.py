@@ -196,7 +196,7 @@ class TokenIndex(OnDevice):
         parts += [f"{self.heads} heads" if self.heads > 1 else "any heads"]
         return f"TokenIndex({', '.join(parts)}, {self.device})"
 
-    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+    def rows_to_draw(self) -> tuple[LayoutRows, int]:
         """The pairs, or the blocks of 64 that hold them where there are many tokens; waits for the device."""
         if self.num_lists * self.queries * self.keys > MOST_DRAWN:
             return self.blocks(64).rows_to_draw()

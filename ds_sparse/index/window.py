@@ -177,7 +177,7 @@ class WindowIndex(OnDevice):
         parts += ["causal"] if self.causal else []
         return f"WindowIndex({', '.join(parts)}, blocks of {self.blocks.block}, {self.device})"
 
-    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+    def rows_to_draw(self) -> tuple[LayoutRows, int]:
         """The pairs of tokens in the sequence's order, or where there are many, and it is the kernels' too, the blocks
         that hold them; waits for the device."""
         if self.inverse is None and len(self.limits) * self.tokens**2 > MOST_DRAWN:

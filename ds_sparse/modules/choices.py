@@ -97,7 +97,7 @@ class Choice:
             return seen if keep is None else seen & keep
 
         begins_of_keys = begins if self.cu_seqlens is not None else torch.zeros(self.keys, dtype=torch.int64)
-        return LayoutRows(1 if len(indices) == 1 else self.heads, self.tokens, self.keys, maker)
+        return LayoutRows(1 if len(indices) == 1 else self.heads, self.tokens, self.keys, maker, num_heads=self.heads)
 
     def explain(self, token: int, head: int = 0, sequence: int = 0) -> str:
         """Says which keys a query sees, and why: a block of them was chosen, or is taken whatever it scores.

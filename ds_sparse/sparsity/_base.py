@@ -248,7 +248,7 @@ class SparsityConfig:
     @random_numbers_kept()
     def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
         """The layout of so many tokens, 2048 by default, in whole blocks."""
-        return self.make_rows(rounded_up(tokens or DRAWN_TOKENS, self.block)), self.block
+        return self.make_rows(rounded_up(DRAWN_TOKENS if tokens is None else tokens, self.block)), self.block
 
     def _repr_html_(self) -> str | None:
         from ..picture import in_notebook
@@ -276,7 +276,7 @@ class SparsityConfig:
         from ..layout import ROWS_AT_ONCE, LayoutRows
 
         if self.overrides_layout():
-            return LayoutRows.of(self.make_bool_layout(seq_len))
+            return LayoutRows.of(self.make_bool_layout(seq_len), self.num_heads)
         blocks = self._blocks_in(seq_len)
         need_memory(1, blocks, torch.bool, rows=ROWS_AT_ONCE)
 
@@ -291,7 +291,7 @@ class SparsityConfig:
 
             return make
 
-        return LayoutRows(self.num_layout_heads, blocks, blocks, maker)
+        return LayoutRows(self.num_layout_heads, blocks, blocks, maker, num_heads=self.num_heads)
 
     def computed_share(self, seq_len: int) -> float:
         """The share of scores that are computed.

@@ -1,4 +1,5 @@
 import io
+import re
 import sys
 
 import matplotlib.image
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sparse import picture
+from ds_sparse import BlockIndex, picture
 from ds_sparse.drawing import Sheet, draw, pictures, save_drawing, save_page, takes_ascii_only
 from ds_sparse.layout import LayoutRows
 from ds_sparse.sparsity import BigBirdSparsityConfig, FixedSparsityConfig
@@ -49,6 +50,36 @@ def test_long_names_of_equal_heads_fit_over_their_picture():
 def test_one_head_is_drawn_alone():
     assert draw(torch.stack([LIVE, LIVE.T, LIVE]), 16, head=1).splitlines()[1:3] == ["▀█▄", "  ▀"]
     assert draw(LIVE, 16, head=5).startswith("head 5: 3 x 3 blocks"), "all heads share this layout"
+
+
+STRUCTURE, INDEX = FixedSparsityConfig(num_heads=4), BlockIndex.build(LIVE, 16)
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments", "sentence"),
+    [
+        (STRUCTURE, {"block": 64}, "block is 64 beside a structure, which has its own; for 64 tokens give tokens=64."),
+        (INDEX, {"block": 16}, "block is 16 beside an index, which has its own; leave block out."),
+        (INDEX, {"tokens": 64}, "tokens is 64 beside an index, which has its length; leave tokens out."),
+        (LIVE, {"tokens": 64}, "tokens is 64 beside a layout, which has its length; leave tokens out."),
+        (STRUCTURE, {"tokens": 0}, "A layout needs a sequence length of at least 1, got 0."),
+        (STRUCTURE, {"head": 4}, "head is 4; it has to be from 0 to 3."),
+        (BlockIndex.build(LIVE.expand(4, 3, 3), 16), {"head": 7}, "head is 7; it has to be from 0 to 3."),
+        (torch.stack([LIVE, LIVE.T]), {"head": 2}, "head is 2; it has to be from 0 to 1."),
+        (LIVE, {"head": -1}, "head is -1; it has to be 0 or more."),
+    ],
+)
+def test_arguments_that_would_be_ignored_are_refused(what, arguments, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        draw(what, **arguments)
+
+
+def test_no_file_is_of_a_head_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="head is 3; it has to be from 0 to 1"):
+        save_drawing(torch.stack([LIVE, LIVE.T]), 16, tmp_path / "layout.png", head=3)
+    with pytest.raises(ValueError, match="head is 4; it has to be from 0 to 3"):
+        save_page([Sheet("", "", STRUCTURE.make_rows(256), 16, 4, head=4)], tmp_path / "layout.html", "a title")
+    assert not list(tmp_path.iterdir())
 
 
 OF_SEQUENCES = torch.stack([torch.stack([LIVE, LIVE.T, LIVE.T]), LIVE.expand(3, 3, 3)])
