@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -164,20 +165,25 @@ def _sheet(args: argparse.Namespace, file: str, name: str, structure: SparsityCo
 def _print(args: argparse.Namespace, sheets: list[Sheet]) -> None:
     from ..drawing import draw
 
-    terminal = Terminal()
+    terminal, of_terminal = Terminal(), width(0)
     for sheet in sheets:
         heading = [sheet.file] if len(args.files) > 1 else []
         if sheet.name:
             heading.append(sheet.name)
         if heading:
             terminal.line(f"{', '.join(heading)}:{_mode(sheet)}", "bold")
-        columns = args.width or width(64)
-        text = draw(sheet.rows, sheet.block, columns, args.head, stretch=width(0) > 0)
+        columns = args.width or of_terminal or 64
+        text = draw(sheet.rows, sheet.block, columns, args.head, stretch=of_terminal > 0)
         first, *picture, legend = text.splitlines()
-        terminal.line(first, "bold")
+        terminal.line(_wrapped(first, of_terminal), "bold")
         for line in picture:
             terminal.line(line, "blue")
-        terminal.line(legend, "dim")
+        terminal.line(_wrapped(legend, of_terminal), "dim")
+
+
+def _wrapped(text: str, columns: int) -> str:
+    """Lines as wide as the terminal; of 0 columns, where there is none, the text."""
+    return textwrap.fill(text, columns) if columns else text
 
 
 def _mode(sheet: Sheet) -> str:

@@ -73,7 +73,7 @@ def draw(
             `SparsityConfig.make_rows` returns.
         block: tokens in a block of a layout, for the legend; 1, the default, of a layout of single tokens. Structures
             and indices have their own.
-        columns: width of all in characters.
+        columns: width of all pictures in characters; the legend may be wider.
         head: draw this head alone, of each sequence; of a layout that all heads share, this.
         ascii: ASCII characters only. None: if standard output takes no others.
         stretch: a picture of all heads makes blocks as large as `columns` have room for.

@@ -39,8 +39,10 @@ def test_in_a_terminal_the_picture_is_as_wide_and_in_colour(columns, tokens, wid
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "\x1b[34m" in shown
-    picture = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()[1:-1]
-    assert max(map(len, picture)) == wide
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert max(len(line) for line in lines if set(line) <= set(" ░▒▓█▀▄")) == wide
+    assert max(map(len, lines)) <= columns
+    assert re.search("density .*%", lines[0] + lines[1]) and lines[-1].endswith("columns keys")
     monkeypatch.setattr("sys.stdout.isatty", lambda: False)
     assert main(words) == 0 and "\x1b[" not in capsys.readouterr().out
 
