@@ -23,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OF_SEQUENCES = (
-    " All sequences of a batch share it; for one a sequence make sequences heads: layout.flatten(0, 1), and "
-    "x.flatten(0, 1)[None] of each operand x."
+    " block_sparse_attention and BlockIndex.build take one for each sequence; here give that of one, such as layout[0]."
 )
 
 
@@ -65,13 +64,13 @@ def with_heads(layout: Tensor) -> Tensor:
     _check_dense(layout)
     if layout.dtype not in (torch.bool, *_INTEGERS, *_FLOATS):
         raise TypeError(f"A layout is bool, or 0 and 1 as numbers, got {layout.dtype}; convert it with layout != 0.")
+    if 0 in layout.shape:
+        raise ValueError(f"A layout needs at least one head, row and column, got {tuple(layout.shape)}.")
     if layout.dim() not in (2, 3):
         raise ValueError(
             "A layout has shape (block rows, block columns) or (heads, block rows, block columns), "
             f"got {tuple(layout.shape)}." + (_OF_SEQUENCES if layout.dim() == 4 else "")
         )
-    if 0 in layout.shape:
-        raise ValueError(f"A layout needs at least one head, row and column, got {tuple(layout.shape)}.")
     return layout if layout.dim() == 3 else layout.unsqueeze(0)
 
 

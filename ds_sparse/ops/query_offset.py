@@ -28,7 +28,7 @@ from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
 from ..index.transforms import outside_transforms_or_traced, unwrap_functorch
-from ..layout import with_heads
+from ..layout import with_heads_of_sequences
 from ._autograd import Function, differentiable_once
 from .attention_function import attend, results_of_nothing
 from .call import AttentionCall
@@ -60,7 +60,7 @@ def parts_at(offset: Offset, layout: Any, block: int | None, call: AttentionCall
     reads = tokens > FEW_QUERIES or call.distance_bias is not None
     offset, bounds = position_of(offset, len(query), reads)
     if not isinstance(layout, BlockIndex | MasterLayout):
-        with_heads(layout)
+        with_heads_of_sequences(layout)
         if block is None:
             raise ValueError(
                 "query_offset is given and block is not; the layout may be larger than the tokens, so give its block."

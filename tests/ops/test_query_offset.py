@@ -478,7 +478,7 @@ def test_a_changed_layout_is_seen(device: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
-@pytest.mark.parametrize("shape", [(4, 4), (1, 4, 4), (2, 4, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 4), (1, 4, 4), (2, 4, 4), (1, 1, 4, 4)], ids=str)
 @pytest.mark.parametrize("is_contiguous", [True, False])
 def test_a_change_of_any_row_is_seen_where_the_row_is_read(
     device: str, is_contiguous: bool, shape: tuple[int, ...], dtype: torch.dtype
@@ -572,6 +572,7 @@ def zeros(*shape: int) -> torch.Tensor:
         ({"key": zeros(2, 2, 65, 8), "value": zeros(2, 2, 65, 8)}, ValueError, "and there are 65 keys; build it for"),
         ({"layout": BlockIndex.build(torch.ones(4, 4), 16), "block": 8}, ValueError, "block is 8, .* blocks of 16"),
         ({"layout": torch.ones(3, 8, 8).bool()}, ValueError, "query has 2 heads and the layout 3"),
+        ({"layout": torch.ones(2, 1, 8, 8).bool()}, ValueError, "one for each of 2. Call once for each sequence, with"),
         ({"sinks": zeros(3)}, ValueError, r"sinks has shape \(3,\)"),
     ],
 )
