@@ -13,6 +13,8 @@ from .transforms import unwrap_functorch
 Numbers = int | Sequence[int] | torch.Tensor
 """One integer or several; a tensor of them is read, which waits for its device."""
 
+_OF_EACH = " Where sequences differ, call once for each, and put the results together by torch.cat."
+
 
 class WindowNumbers(NamedTuple):
     """The numbers of a window, for any number of tokens; a compiled graph holds it in the place of a `WindowIndex`.
@@ -54,13 +56,14 @@ def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
         if given.is_floating_point() or given.dtype == torch.bool or given.dim() > 1:
             raise TypeError(
                 f"{name} is a {given.dim()}-D tensor of {given.dtype}; it has to hold integers, in 1-D, which all "
-                "sequences of a batch share."
+                f"sequences of a batch share.{_OF_EACH if given.dim() > 1 else ''}"
             )
         given = unwrap_functorch(name, given).tolist()
     numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, Integral | torch.SymInt):
-            raise TypeError(f"{name} is {given!r}; it has to be an integer, or a sequence of integers.")
+            more = _OF_EACH if isinstance(number, Sequence | torch.Tensor) and not isinstance(number, str) else ""
+            raise TypeError(f"{name} is {given!r}; it has to be an integer, or a sequence of integers.{more}")
         if number < least:
             raise ValueError(f"{name} is {given!r}; it has to be {least} or more.")
     # NumPy's integers would overflow in what is computed of them.
@@ -80,6 +83,11 @@ def of_heads(name: str, given: Numbers, least: int, heads: int | None = None) ->
 def global_numbers(given: Sequence[int] | torch.Tensor | None, tokens: int) -> tuple[int, ...]:
     """Numbers of global tokens, each once, ascending. Raises TypeError for what is no integer, such as a mask of bools,
     ValueError for a number that no token has."""
+    if isinstance(given, torch.Tensor) and given.dtype == torch.bool:
+        raise TypeError(
+            f"global_tokens is a mask of shape {tuple(given.shape)}; it has to hold numbers of tokens, which of a mask "
+            f"(tokens,) are mask.nonzero()[:, 0].{_OF_EACH}"
+        )
     numbers = () if given is None else integers("global_tokens", given, 0)
     if numbers and max(numbers) >= tokens:
         raise ValueError(f"global_tokens has {max(numbers)}, and there are {tokens} tokens, numbered from 0.")
