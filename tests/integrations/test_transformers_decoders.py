@@ -236,12 +236,11 @@ def test_that_a_structure_is_cut_or_that_no_layer_uses_it_is_said_once(capsys):
     assert "above the diagonal" not in capsys.readouterr().out
 
 
-def test_masks_of_pairs_are_refused():
+def test_masks_of_pairs_are_refused_and_the_call_that_takes_them_is_named():
     model, batch = make("llama"), make_batch(20, 0, 0)
     ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
-    with pytest.raises(
-        ValueError, match=r"a mask of pairs of tokens, \(2, 1, 20, 20\); .* takes \(batch, tokens\) there"
-    ):
+    said = r"a mask of pairs of tokens, \(2, 1, 20, 20\); .* takes \(batch, tokens\) there, .* layout, attn_mask=mask\)"
+    with pytest.raises(ValueError, match=said):
         model(batch["input_ids"], attention_mask=torch.ones(2, 1, 20, 20, dtype=torch.bool))
 
 

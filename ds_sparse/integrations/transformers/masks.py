@@ -161,7 +161,8 @@ def refuse_other_masks(module: nn.Module, mask: torch.Tensor | None) -> None:
         raise Refused(
             f"{which(module)} is causal and given a mask of pairs of tokens, {tuple(mask.shape)}; {NAME} takes (batch, "
             "tokens) there, 1 keeps, and causality from the model. Give that as attention_mask, or none where nothing "
-            "is padding."
+            "is padding. Such a mask, as of a prefix, is taken in an attention module of your own, by "
+            "ds_sparse.block_sparse_attention(query, key, value, layout, attn_mask=mask)."
         )
     if mask.dim() != 2 and mask.shape[-1] != mask.shape[-2]:
         raise Refused(
