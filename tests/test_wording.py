@@ -1,8 +1,49 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from ds_sparse.tools.wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
+
+ROOT = Path(__file__).resolve().parents[1]
+OLD_SENTENCES = """
+    in brackets is its time over
+    Who is compared was timed
+    Parts of all scores: in
+    with as many tokens in sequences of other lengths
+    0.89 to 0.93 times at equal tokens
+    gives the operations to build
+    everything: a check on the rest
+    needs to be dividable by
+    built sparse without it
+    leave the flag away
+    Stopped by signal
+    at once, {
+    needs a name less like
+    that there shall be room for
+    verify holds every kernel
+    ## Ways in
+    says time, memory
+    A fault that lets something in
+    is taken and has not run
+    code that minds these
+    What is said of damage
+    No sentence, no damage
+    Into an environment of your own
+    , 1 threads
+    Beside it <
+    point at one
+    see: ds_sparse command --help
+""".strip().splitlines()
+"""Those that readers stumbled over, which have plainer ones now."""
+
+
+def test_sentences_that_readers_stumbled_over_do_not_come_back():
+    sources = (path for folder in ("ds_sparse", "examples", "docs") for path in (ROOT / folder).rglob("*.*"))
+    files = [path for path in sources if path.suffix in (".py", ".md", ".html", ".js")]
+    texts = {path: " ".join(path.read_text().split()) for path in (*files, *ROOT.glob("*.md"))}
+    found = {path: old for path, text in texts.items() for old in OLD_SENTENCES if old.strip() in text}
+    assert len(texts) > 300 and not found
 
 
 def test_what_would_move_a_terminals_cursor_or_a_line_is_escaped():

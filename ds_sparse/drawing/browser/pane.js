@@ -68,7 +68,7 @@ class Pane {
     const size = this.sheet.blocks * this.sheet.block;
     const from = (start) => `${count(Math.floor(start * size))}-${count(Math.ceil((start + view.size) * size) - 1)}`;
     this.range.textContent = `Seen: queries ${from(view.y)}, keys ${from(view.x)}`;
-    const said = pointer && this.focus.head.places ? this.focus.describe() : [["block", "point at one"]];
+    const said = pointer && this.focus.head.places ? this.focus.describe() : [["block", "hover over a block"]];
     this.pointer.replaceChildren(...said.flatMap(([name, value]) => {
       const [term, text] = [document.createElement("dt"), document.createElement("dd")];
       term.textContent = name;
