@@ -399,10 +399,21 @@ def extension(name: str, sources: list[Path]) -> Extension:
     return Extension(name, relative[0], depends=relative[1])
 
 
+def long_description() -> str:
+    """The README for where it stands alone: its links and pictures are this version's in REPOSITORY, if that is set."""
+    text = (ROOT / "README.md").read_text()
+    if not REPOSITORY:
+        return text
+    text = re.sub(r'(<img src=")(?!\w+:)', rf"\1{REPOSITORY}/raw/v{VERSION}/", text)
+    return re.sub(r"(\]\()(?!\w+:|#)", rf"\1{REPOSITORY}/blob/v{VERSION}/", text)
+
+
 if __name__ == "__main__":  # .ci/kernels reads the lists above
     setup(
         version=VERSION,
         license=LICENSE,
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
         project_urls={name: REPOSITORY + page for name, page in PAGES.items()} if REPOSITORY else {},
         packages=[*find_packages(include=["ds_sparse*"]), "ds_sparse.launcher", "ds_sparse.launcher.startup"],
         package_dir={"ds_sparse.launcher": "launcher"},

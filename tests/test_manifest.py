@@ -4,7 +4,9 @@ package."""
 from __future__ import annotations
 
 import os
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -19,16 +21,21 @@ import pytest
 import ds_sparse
 
 ROOT = Path(__file__).parents[1]
+REPOSITORY = "https://example.org/ds_sparse"
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this one: setuptools writes beside its setup.py."""
+    """A copy of this one, with an address: setuptools writes beside its setup.py."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in tracked("."):
         target = copy / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(ROOT / name)
+    (copy / "setup.py").unlink()
+    text = (ROOT / "setup.py").read_text()
+    text = re.sub(r'^REPOSITORY = ".*"$', f'REPOSITORY = "{REPOSITORY}"', text, flags=re.MULTILINE)
+    (copy / "setup.py").write_text(text)
     return copy
 
 
@@ -96,6 +103,25 @@ def test_the_version_has_one_place_and_classifiers_are_versions_that_ran(metadat
     (ran,) = [line for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line.startswith("| Python |")]
     for version in (name.rpartition(" ")[2] for name in classified if "Only" not in name):
         assert f"{version}: " in ran and f"{version}: nothing" not in ran
+
+
+def test_what_an_index_shows_links_to_this_version_in_the_repository(metadata: Message):
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert f"Source, {REPOSITORY}" in metadata.get_all("Project-URL")
+    links = re.findall(r'(?:\]\(|<img src=")([^)"]+)', metadata.get_payload())
+    assert len(links) > 20
+    for link in links:
+        start = f"{REPOSITORY}/{'raw' if link.endswith('.png') else 'blob'}/v{ds_sparse.__version__}/"
+        assert link.startswith(start) and (ROOT / link.removeprefix(start).partition("#")[0]).exists()
+
+
+def test_a_release_is_tagged_pushed_and_its_wheel_and_sources_uploaded(release: Callable):
+    name, tag = f"dist/ds_sparse-{ds_sparse.__version__}", f"v{ds_sparse.__version__}"
+    assert [shlex.split(line) for line in release("COMMANDS").splitlines()[1:]] == [
+        ["git", "tag", tag],
+        ["git", "push", "origin", "main", tag],
+        ["twine", "upload", f"{name}-py3-none-manylinux_2_28_x86_64.whl", f"{name}.tar.gz"],
+    ]
 
 
 def test_a_wheel_that_cannot_be_released_is_told_why(release: Callable, tmp_path: Path):
