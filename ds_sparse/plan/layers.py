@@ -200,7 +200,7 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
     with _same_draws():
         rows = structure.make_rows(rounded_up(seq_len, structure.block))
         pieces = (piece for head in range(rows.heads) for piece in rows.pieces(head))
-        causal = _is_causal(kind, model)
+        causal = is_causal(kind, model)
         live = sum(int((part.tril(of_rows.start) if causal else part).count_nonzero()) for of_rows, part in pieces)
     return live / rows.heads * structure.block**2
 
@@ -227,7 +227,7 @@ def walk_of(kind: Kind, model: Model, seq_len: int, lengths: Sequence[int] = ())
     if not lengths:
         return walk
     if kind.window is None:
-        return replace(walk, keys=_keys_sent(layout, kind.block, model, lengths, _is_causal(kind, model)))
+        return replace(walk, keys=_keys_sent(layout, kind.block, model, lengths, is_causal(kind, model)))
     received = received_of_window(lengths, kind.window, model.does.causal, model.key_heads)
     pays = keys_pay(received, seq_len, len(lengths), model.heads, model.key_heads)
     return replace(walk, keys=KeysSent(max(lengths) / seq_len, received)) if pays else walk
@@ -260,10 +260,11 @@ def layout_of(kind: Kind, model: Model, seq_len: int) -> Tensor | None:
             f"{kind.in_words()}: no layout of {tokens:,} tokens ({reason(error)}); give a longer --seq, or change the "
             "structure."
         ) from None
-    return causal_cut(layout) if _is_causal(kind, model) else layout
+    return causal_cut(layout) if is_causal(kind, model) else layout
 
 
-def _is_causal(kind: Kind, model: Model) -> bool:
+def is_causal(kind: Kind, model: Model) -> bool:
+    """True where queries see no later keys."""
     return bool(declared_value(kind.structure, "causal") or model.does.causal)
 
 

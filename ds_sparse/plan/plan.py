@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..sequence.deal import check_ranks
-from ..sparsity import ChosenSparsityConfig, MobaSparsityConfig, NativeSparsityConfig
+from ..sparsity import ChosenSparsityConfig
 from ..tools.arguments import UsageError
 from ..tools.wording import listed
 from .advice import Advice, advise
@@ -21,7 +21,6 @@ from .layers import (
     kinds_of,
     largest_block,
     layers_in_words,
-    layout_of,
     live_scores,
     spread,
     walks_of,
@@ -30,7 +29,7 @@ from .limits import said_of
 from .memory import GIB, Memory, fits, longest, memory_of
 from .model import Model
 from .rates import Rates
-from .reach import Reach, reach_of
+from .reach import Recall, recall_of
 from .settings import RANKS, Settings
 from .step import Step, attention_of, flops_of, odd_vocabulary, step_of
 
@@ -49,8 +48,6 @@ class Layers:
         loaded: part of the scores in whole tiles.
         waste: part of what is computed that no live block has.
         milliseconds, dense_milliseconds: of attention in one layer.
-        reach: what tokens can find; None: every key, or what they choose.
-        by_means: they choose by means of blocks, or by compressed ones, which do not show single keys.
         takes_structure: they have no window of the model's own, which no entry of "layers" changes.
     """
 
@@ -63,8 +60,6 @@ class Layers:
     waste: float
     milliseconds: float
     dense_milliseconds: float
-    reach: Reach | None
-    by_means: bool
     takes_structure: bool
 
     @property
@@ -111,6 +106,7 @@ class Plan:
     padded: int
     document_tokens: int | None
     layers: list[Layers]
+    recall: Recall
     model_flops: float
     attention_flops: float
     dense_attention_flops: float
@@ -208,6 +204,7 @@ def make_plan(
         padded=padded,
         document_tokens=document_tokens,
         layers=layers,
+        recall=recall_of(kinds, model, padded),
         model_flops=linear_flops,
         attention_flops=attention_flops,
         dense_attention_flops=flops_of(model, settings, seq_len, [None] * model.layers)[1],
@@ -269,8 +266,5 @@ def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Se
         for those in (walked, None)
     )
     parts = (walked.density, walked.computed, walked.loaded, walked.waste) if walked else (1.0, 1.0, 1.0, 0.0)
-    layout = layout_of(kind, model, seq_len)
-    reach = None if layout is None else reach_of(layout, kind.block)
-    by_means = isinstance(kind.structure, (MobaSparsityConfig, NativeSparsityConfig))
     of_kind = layers_in_words(kind.layers), kind.in_words(), len(kind.layers)
-    return Layers(*of_kind, *parts, sparse, dense, reach, by_means, kind.window is None)
+    return Layers(*of_kind, *parts, sparse, dense, kind.window is None)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+
+from .layers import Kind, is_causal, layout_of
+from .model import Model
 
 SEEN = 0.9
 """Least share of the blocks at a distance that rows see."""
@@ -18,6 +23,40 @@ class Reach(NamedTuple):
 
     near: int
     between: float
+
+
+@dataclass(frozen=True)
+class Recall:
+    """What tokens find, by the layers that see most.
+
+    Attributes:
+        everywhere: numbers of the layers in which heads together see every key.
+        near, between: as of `Reach`, the most in any other layer.
+    """
+
+    everywhere: tuple[int, ...]
+    near: int
+    between: float
+
+
+def recall_of(kinds: Sequence[Kind], model: Model, seq_len: int) -> Recall:
+    """What tokens find in a model whose layers are of these kinds."""
+    found = [_reach(kind, model, seq_len) for kind in kinds]
+    everywhere = sorted(number for kind, reach in zip(kinds, found) if reach is None for number in kind.layers)
+    bounded = [reach for reach in found if reach is not None]
+    near = max((reach.near for reach in bounded), default=0)
+    return Recall(tuple(everywhere), near, max((reach.between for reach in bounded), default=0.0))
+
+
+def _reach(kind: Kind, model: Model, seq_len: int) -> Reach | None:
+    """What tokens find in one layer; None: everything."""
+    layout = layout_of(kind, model, seq_len)
+    if layout is None:
+        return None
+    unseen = ~layout.any(0)
+    if is_causal(kind, model):
+        unseen = unseen.tril()
+    return reach_of(layout, kind.block) if unseen.any() else None
 
 
 def reach_of(layout: Tensor, block: int) -> Reach:

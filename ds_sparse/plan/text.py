@@ -9,7 +9,7 @@ from typing import Any
 
 from ..bench.machine import in_three_digits
 from ..bench.runs import WIDTH
-from ..tools.wording import counted, listed
+from ..tools.wording import counted, in_ranges, listed
 from .limits import UNMEASURED
 from .memory import GIB, MOST_TOKENS
 from .plan import Plan
@@ -206,16 +206,13 @@ def _layers(plan: Plan) -> Iterator[str]:
 
 def _recall(plan: Plan) -> str:
     """What a token finds, by the layers that see most."""
-    unbounded = [of for of in plan.layers if of.reach is None]
-    if sees_all := [of.layers for of in unbounded if not of.by_means]:
-        found = f"anything, in layers {sees_all[0]}"
-    elif unbounded:
-        found = "one fact anywhere, but few of thousands of values: blocks are chosen by their means"
-    else:
-        near, between = (max(numbers) for numbers in zip(*(of.reach for of in plan.layers if of.reach is not None)))
-        found = f"what is up to {near:,} tokens away" if near else "what is in its block"
-        if between >= 0.5:
-            found += f", and farther what {counted(max(1, round(between)), 'block')} in between can pass on"
+    recall = plan.recall
+    if recall.everywhere:
+        layers = listed(in_ranges(recall.everywhere, between=",").split(","), "and")
+        return f"a token finds anything, in layer{'s' if len(recall.everywhere) > 1 else ''} {layers}"
+    found = f"what is up to {recall.near:,} tokens away" if recall.near else "what is in its block"
+    if recall.between >= 0.5:
+        found += f", and farther what {counted(max(1, round(recall.between)), 'block')} in between can pass on"
     return f"a token finds {found}"
 
 

@@ -53,6 +53,18 @@ def test_layers_that_are_faster_dense_are_an_alternative_of_their_own(planned, r
     assert f'best alternative: null in "layers" for 0-5: {speed}' in [*lines_of(plan)][1]
 
 
+@pytest.mark.parametrize(
+    "layers, said",
+    [
+        ({"3": {"mode": "dense"}}, "layer 3"),
+        ({"4": {"mode": "dense"}, "5": None}, "layers 4 and 5"),
+        ({"0-3": {"mode": "dense"}, "6,9": None}, "layers 0-3, 6 and 9"),
+    ],
+)
+def test_all_layers_that_see_everything_are_named_together(planned, layers, said):
+    assert f"a token finds anything, in {said}." in lines_of(planned(WINDOW | {"layers": layers}))
+
+
 def test_null_is_no_alternative_for_windows_of_the_models_own(rates):
     quick = replace(rates, dense={way: [c / 32 for c in coefficients] for way, coefficients in rates.dense.items()})
     model = NAMED["modernbert-base"]
