@@ -10,7 +10,7 @@ from .layers import Walked
 from .memory import fits
 from .model import Model
 from .rates import Rates
-from .settings import Settings
+from .settings import CHECKPOINTS, MICRO, RANKS, TRAIN, Settings
 from .step import Step, step_of
 
 
@@ -49,6 +49,26 @@ def advise(
         if (found := largest_batch(model, wanted, seq_len, memory_gib)) is not None:
             return Advice(found, step_of(rates, model, found, seq_len, walks_of(found)))
     return None
+
+
+def edits(planned: Settings, advised: Settings) -> str:
+    """What to change in the JSON, key by key, and the sequences of a step where no key says that they change."""
+    found, batch = [], ""
+    if advised.ranks != planned.ranks:
+        found.append(f'"{RANKS}": {advised.ranks}' if advised.ranks > 1 else f'no "{RANKS}"')
+    if advised.micro_batch != planned.micro_batch and (MICRO in planned.keys or TRAIN not in planned.keys):
+        found.append(f'"{MICRO}": {advised.micro_batch}')
+    if advised.sequences != planned.sequences:
+        if TRAIN in planned.keys:
+            found.append(f'"{TRAIN}": {advised.sequences}')
+        else:
+            batch = f" ({advised.sequences:,} sequences a step, not {planned.sequences:,})"
+    if advised.checkpoints != planned.checkpoints:
+        if planned.checkpoints != (CHECKPOINTS in planned.keys):  # by an option
+            found.append(f"no --{'' if planned.checkpoints else 'no-'}checkpoint-activations")
+        else:
+            found.append(f'"{CHECKPOINTS}": {{}}' if advised.checkpoints else f'no "{CHECKPOINTS}"')
+    return f"{', '.join(found)}{batch}"
 
 
 def largest_batch(model: Model, settings: Settings, seq_len: int, memory_gib: float) -> Settings | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..integrations.deepspeed_sequence import BATCH, sequence_parallel_size
@@ -32,6 +32,7 @@ class Settings:
     bucket_bytes: of the buffers in which ZeRO collects gradients.
     checkpoints: activations are made again in the backward pass, layer by layer.
     ranks: that share a sequence.
+    keys: batch sizes that are numbers, in the JSON or by an option, and checkpoints if the JSON has them.
     """
 
     micro_batch: int
@@ -45,6 +46,7 @@ class Settings:
     bucket_bytes: int = 0
     checkpoints: bool = False
     ranks: int = 1
+    keys: tuple[str, ...] = field(default=(), compare=False)
 
     def tokens(self, seq_len: int) -> int:
         """Tokens of a rank in a forward pass."""
@@ -91,6 +93,11 @@ def read_settings(
         if not isinstance(elements, int | float):
             raise ValueError(f'{source}: {ZERO}.reduce_bucket_size: got {show(elements)}; give a number, not "auto".')
         bucket = int(elements) * 2 * (2 if zero.get("overlap_comm") else 1)
+    is_there = {
+        MICRO: micro_batch is not None or type(config.get(MICRO)) is int,
+        TRAIN: type(config.get(TRAIN)) is int,
+        CHECKPOINTS: CHECKPOINTS in config,
+    }
     return Settings(
         micro_batch=micro,
         accumulation=accumulation,
@@ -103,6 +110,7 @@ def read_settings(
         bucket_bytes=bucket,
         checkpoints=CHECKPOINTS in config if checkpoints is None else checkpoints,
         ranks=ranks,
+        keys=tuple(key for key, there in is_there.items() if there),
     )
 
 

@@ -10,10 +10,11 @@ from typing import Any
 from ..bench.machine import in_three_digits
 from ..bench.runs import WIDTH
 from ..tools.wording import counted, in_ranges, listed
+from .advice import edits
 from .limits import UNMEASURED
 from .memory import GIB, MOST_TOKENS
 from .plan import Plan
-from .settings import RANKS, Settings
+from .settings import Settings
 
 UNCERTAIN = 0.05
 """Steps nearer to each other than this are not told apart: predictions of measured steps are off by as much."""
@@ -56,9 +57,9 @@ def _verdict(plan: Plan) -> Iterator[str]:
     ours, (best, speed) = plan.tokens / plan.step.total * 1e3, max(others.items(), key=lambda other: other[1])
     if plan.fits is False or speed > (1 + UNCERTAIN) * ours:
         times = "" if plan.fits is False else f", {speed / ours:.2f} times as fast"
-        yield f"best alternative: {best}: {speed:,.0f} tokens a second{times}."
+        yield f"best alternative: {best}; {speed:,.0f} tokens a second{times}."
     else:
-        yield f"best alternative: none is faster; compared with {listed(others, 'and')}."
+        yield f"best alternative: none is faster; compared with {'; with '.join(others)}."
 
 
 def _gain(plan: Plan) -> str:
@@ -75,7 +76,7 @@ def _alternatives(plan: Plan) -> dict[str, float]:
     """Tokens a second of what else could be trained and fits, by name."""
     found = {}
     if plan.advice is not None and plan.advice.settings != plan.settings:
-        found[_parallelism(plan, plan.advice.settings)] = plan.advice.tokens_per_second(plan.seq_len)
+        found[edits(plan.settings, plan.advice.settings)] = plan.advice.tokens_per_second(plan.seq_len)
     if plan.fits is not False and not plan.is_dense:  # dense attention needs the same memory
         ranks = plan.settings.ranks
         if ranks == 1:
@@ -86,20 +87,6 @@ def _alternatives(plan: Plan) -> dict[str, float]:
             slow = ",".join(of.layers for of in plan.layers if of.is_faster_dense)
             found[f'null in "layers" for {slow}'] = plan.tokens / plan.null_step.total * 1e3
     return found
-
-
-def _parallelism(plan: Plan, settings: Settings) -> str:
-    parts = [f'"{RANKS}": {settings.ranks}'] if settings.ranks > 1 else []
-    if settings.ranks < settings.gpus:
-        parts.append("data parallelism")
-    if settings.checkpoints:
-        parts.append("activation checkpointing")
-    elif plan.settings.checkpoints:
-        parts.append("no activation checkpointing")
-    words = [*([listed(parts, "and")] if parts else []), f"{settings.micro_batch} x {plan.seq_len:,} tokens a pass"]
-    if settings.sequences != plan.settings.sequences:
-        words.append(f'"train_batch_size": {settings.sequences:,} (the JSON\'s is {plan.settings.sequences:,})')
-    return ", ".join(words)
 
 
 def _main_numbers(plan: Plan) -> Iterator[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from ds_sparse.plan.advice import advise
+from ds_sparse.plan.advice import advise, edits
 from ds_sparse.plan.fitting import walk_in_bert
 from ds_sparse.plan.memory import GIB, LEFT_FREE, longest, memory_of
 from ds_sparse.plan.model import NAMED
-from ds_sparse.plan.settings import Settings
+from ds_sparse.plan.settings import Settings, read_settings
 from ds_sparse.plan.step import step_of
 
 MODEL = NAMED["bert-base"]
@@ -75,3 +76,43 @@ def test_where_nothing_fits_there_is_no_advice(rates):
     assert advised(rates, settings, gib).settings.ranks == 8
     assert advised(rates, settings, 0.99 * gib) is None, "no more ranks than heads"
     assert advised(rates, settings, gib, most_ranks=1) is None, "without a block no ranks share a sequence"
+
+
+MICRO, TRAIN, CHECKPOINTS = "train_micro_batch_size_per_gpu", "train_batch_size", "activation_checkpointing"
+RANKS = {"sequence_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    "config, changes, said",
+    [
+        ({MICRO: 4}, {"micro_batch": 1}, f'"{MICRO}": 1 (8 sequences a step, not 32)'),
+        ({TRAIN: 32}, {"micro_batch": 1}, f'"{TRAIN}": 8'),
+        ({MICRO: 4, TRAIN: 64}, {"micro_batch": 2}, f'"{MICRO}": 2, "{TRAIN}": 32'),
+        ({MICRO: 4}, {"ranks": 2, "micro_batch": 8}, f'"sequence_parallel_size": 2, "{MICRO}": 8'),
+        (RANKS | {MICRO: 4, TRAIN: 8}, {"ranks": 1, "micro_batch": 1}, f'no "sequence_parallel_size", "{MICRO}": 1'),
+        (RANKS | {TRAIN: 8}, {"ranks": 1}, f'no "sequence_parallel_size", "{TRAIN}": 32'),
+        (RANKS | {MICRO: 1}, {"ranks": 1}, 'no "sequence_parallel_size" (8 sequences a step, not 2)'),
+        ({MICRO: 4}, {"checkpoints": True}, f'"{CHECKPOINTS}": {{}}'),
+        ({MICRO: 4, CHECKPOINTS: {}}, {"checkpoints": False}, f'no "{CHECKPOINTS}"'),
+    ],
+)
+def test_a_json_changed_as_advised_has_the_settings_that_are_advised(config, changes, said):
+    planned = read_settings(config, "ds.json", gpus=8)
+    advised = replace(planned, **changes)
+    assert edits(planned, advised) == said
+    changed = dict(config)
+    for edit in said.partition(" (")[0].split(", "):
+        if edit.startswith("no "):
+            del changed[json.loads(edit[3:])]
+        else:
+            changed |= json.loads(f"{{{edit}}}")
+    assert read_settings(changed, "ds.json", gpus=8) == advised
+
+
+def test_what_an_option_set_is_changed_by_the_option_or_by_a_key_that_is_new():
+    automatic = {MICRO: "auto", TRAIN: "auto"}
+    planned = read_settings(automatic, "ds.json", micro_batch=4, checkpoints=True)
+    assert edits(planned, replace(planned, micro_batch=2)) == f'"{MICRO}": 2 (2 sequences a step, not 4)'
+    assert edits(planned, replace(planned, checkpoints=False)) == "no --checkpoint-activations"
+    planned = read_settings({MICRO: 4, CHECKPOINTS: {}}, "ds.json", checkpoints=False)
+    assert edits(planned, replace(planned, checkpoints=True)) == "no --no-checkpoint-activations"

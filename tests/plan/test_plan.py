@@ -35,7 +35,7 @@ def test_where_dense_attention_is_quick_dense_is_faster_and_that_is_what_is_said
     assert layers.milliseconds > layers.dense_milliseconds and layers.density == 1
     verdict, other, *_ = lines_of(plan)
     assert f"; takes {1 / plan.gain:.2f} times as long as dense." in verdict
-    assert other.startswith("best alternative: dense attention, without the flag: ")
+    assert other.startswith("best alternative: dense attention, without the flag; ")
     assert 'layers 0-11: dense attention is faster; give them null in "layers".' in lines_of(plan, details=True)
 
 
@@ -50,7 +50,7 @@ def test_layers_that_are_faster_dense_are_an_alternative_of_their_own(planned, r
     faster = planned(WINDOW | {"layers": {"0-5": None}}, replace(rates, dense=quick), checkpoints=checkpoints)
     assert plan.null_step.total == pytest.approx(faster.step.total)
     speed = f"{faster.tokens / faster.step.total * 1e3:,.0f} tokens a second"
-    assert f'best alternative: null in "layers" for 0-5: {speed}' in [*lines_of(plan)][1]
+    assert f'best alternative: null in "layers" for 0-5; {speed}' in [*lines_of(plan)][1]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,13 @@ def test_layers_that_are_faster_dense_are_an_alternative_of_their_own(planned, r
 )
 def test_all_layers_that_see_everything_are_named_together(planned, layers, said):
     assert f"a token finds anything, in {said}." in lines_of(planned(WINDOW | {"layers": layers}))
+
+
+def test_all_that_a_plan_was_compared_with_is_named(planned, rates):
+    quick = replace(rates, dense={way: [c / 1.7 for c in coefficients] for way, coefficients in rates.dense.items()})
+    plan = planned(WINDOW | {"layers": {"0": {"mode": "dense", "block": 16}}}, quick, memory_gib=139)
+    others = 'dense attention, without the flag; with null in "layers" for 0'
+    assert [*lines_of(plan)][1] == f"best alternative: none is faster; compared with {others}."
 
 
 def test_null_is_no_alternative_for_windows_of_the_models_own(rates):
