@@ -12,6 +12,7 @@ from ..tools.terminal import Terminal, wrong
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
+    from ..plan.untimed import Untimed
 
 AUTO, HERE, H200 = "auto", "here", "h200"
 
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..plan.plan import Plan
     from ..plan.text import UNCERTAIN, as_json, lines_of
 
     notices: list[str] = []
@@ -88,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         terminal = Terminal()
         verdict, *others = lines_of(made, args.details)
-        terminal.line(verdict, "bold red" if made.fits is False or made.gain < 1 - UNCERTAIN else "bold green")
+        is_slower = isinstance(made, Plan) and made.gain < 1 - UNCERTAIN
+        terminal.line(verdict, "bold red" if made.fits is False or is_slower else "bold green")
         for line in others:
             terminal.line(line)
     for notice in notices:
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if made.fits is False else 0
 
 
-def _made(args: argparse.Namespace, notices: list[str]) -> Plan:
+def _made(args: argparse.Namespace, notices: list[str]) -> Plan | Untimed:
     """The plan; what is to be said beside it is appended to `notices`."""
     import torch
 
@@ -106,34 +109,44 @@ def _made(args: argparse.Namespace, notices: list[str]) -> Plan:
     from ..plan.rates import H200 as COMMITTED
     from ..plan.rates import MEMORY_GIB, committed_rates
     from ..plan.settings import read_settings
+    from ..plan.untimed import plan_untimed
 
     model = find_model(args.model, args.model_type, dropout=args.dropout, attention_dropout=args.dropout)
     deepspeed, block = load_config(args.file)
     settings = read_settings(deepspeed, args.file, args.micro_batch, args.gpus, args.dtype, args.checkpoint_activations)
-    plan = partial(make_plan, block, args.file, model, settings)
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    rates = None
     if args.rates:
         from ..plan.fitting import from_files, rates_of
 
         rates = rates_of(from_files(args.rates))
+        machine = rates.machine
     elif args.on == HERE or (args.on == AUTO and gpu is not None and gpu.name != COMMITTED):
+        machine = "this CPU" if gpu is None else gpu.name
+    else:
+        rates = committed_rates()
+        machine = rates.machine
+    memory = args.memory or MEMORY_GIB.get(machine)
+    if args.memory is None and gpu is not None and gpu.name == machine:
+        memory = gpu.total_memory / 2**30
+    of_run = block, args.file, model, settings
+    untimed = plan_untimed(*of_run, args.seq, args.document_tokens, memory)
+    if gpu is None and args.on == AUTO and not args.rates:
+        here = " --on here measures this CPU." if untimed is None else ""
+        notices.append(f"No GPU here: planned for an {COMMITTED}.{here}")
+    if untimed is not None:
+        return untimed
+    of_rates = "fp32" if (gpu is None if rates is None else rates.itemsize == 4) else "bf16"
+    _require_dtype(args, settings.dtype, of_rates, machine)
+    plan = partial(make_plan, *of_run, seq_len=args.seq, document_tokens=args.document_tokens, memory_gib=memory)
+    if rates is None:
         from ..plan.measure import measured_rates
 
-        name = "this CPU" if gpu is None else gpu.name
-        _require_dtype(args, settings.dtype, "fp32" if gpu is None else "bf16", name)
-        plan(committed_rates(), args.seq, args.document_tokens)  # what is wrong is said before anything is measured
-        why = "" if args.on == HERE else f"Rates of {name} do not come with ds_sparse. "
-        print(f"{why}Measuring those of {name}, which takes some minutes ...", file=sys.stderr)
+        plan(committed_rates())  # what is wrong is said before anything is measured
+        why = "" if args.on == HERE else f"Rates of {machine} do not come with ds_sparse. "
+        print(f"{why}Measuring those of {machine}, which takes some minutes ...", file=sys.stderr)
         rates = measured_rates("cpu" if gpu is None else "cuda")
-    else:
-        if gpu is None and args.on == AUTO:
-            notices.append(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.")
-        rates = committed_rates()
-    _require_dtype(args, settings.dtype, "fp32" if rates.itemsize == 4 else "bf16", rates.machine)
-    memory = args.memory or MEMORY_GIB.get(rates.machine)
-    if args.memory is None and gpu is not None and gpu.name == rates.machine:
-        memory = gpu.total_memory / 2**30
-    made = plan(rates, args.seq, args.document_tokens, memory)
+    made = plan(rates)
     if block is None:
         notices.append(f"{args.file}: no sparse_attention block; this is the plan of dense training.")
     return made

@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..sequence.deal import check_ranks
-from ..sparsity import ChosenSparsityConfig
-from ..tools.arguments import UsageError
-from ..tools.wording import listed
 from .advice import Advice, advise
 from .layers import (
     BACKWARD,
@@ -17,21 +14,18 @@ from .layers import (
     FORWARD,
     Kind,
     Walked,
-    in_whole_blocks,
     kinds_of,
-    largest_block,
     layers_in_words,
-    live_scores,
     spread,
     walks_of,
 )
 from .limits import said_of
-from .memory import GIB, Memory, fits, longest, memory_of
 from .model import Model
 from .rates import Rates
 from .reach import Recall, recall_of
 from .settings import RANKS, Settings
 from .step import Step, attention_of, flops_of, odd_vocabulary, step_of
+from .untimed import Known, known_of, why_untimed
 
 SHORTEST = 512
 """Tokens of the shortest sequence that dense and sparse are compared at."""
@@ -78,16 +72,12 @@ class AtLength:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Known):
     """Attributes:
     errors: by what rates were taken from, how far they are from it: relative, in the median and at most.
     measured_tokens: the shortest and the longest sequences whose attention was measured.
-    padded: tokens of a sequence, in whole blocks.
-    document_tokens: mean tokens of a sequence that are text; None: all.
     model_flops, attention_flops: of a GPU in a step, live blocks alone.
     dense_attention_flops: the same where all is dense.
-    longest: tokens of the longest sequence that fits; None: the memory is not known.
-    memory_gib: of the GPU.
     null_step: with null for those layers alone that it makes faster; None where there are none, or all are.
     advice: the parallelism to take; None where nothing fits, or the memory is not known.
     odd_vocabulary: milliseconds that a vocabulary of an odd size costs in a step.
@@ -95,16 +85,10 @@ class Plan:
     remarks: what is assumed, and what lies outside of what was measured.
     """
 
-    file: str
-    model: Model
-    settings: Settings
     machine: str
     rates_from: tuple[str, ...]
     errors: dict[str, tuple[float, float]]
     measured_tokens: tuple[int, int]
-    seq_len: int
-    padded: int
-    document_tokens: int | None
     layers: list[Layers]
     recall: Recall
     model_flops: float
@@ -113,9 +97,6 @@ class Plan:
     step: Step
     dense_step: Step
     null_step: Step | None
-    memory: Memory
-    memory_gib: float | None
-    longest: int | None
     advice: Advice | None
     odd_vocabulary: float
     lengths: list[AtLength]
@@ -125,11 +106,6 @@ class Plan:
     def tokens(self) -> int:
         """Tokens of a step, on all GPUs."""
         return self.seq_len * self.settings.sequences
-
-    @property
-    def fits(self) -> bool | None:
-        """True where a step fits the GPU; None: its memory is not known."""
-        return None if self.memory_gib is None else fits(self.model, self.settings, self.padded, self.memory_gib)
 
     @property
     def is_dense(self) -> bool:
@@ -166,18 +142,18 @@ def make_plan(
     Raises:
         ValueError: a block that is wrong, a length that it has no layout for, documents longer than sequences; more
             ranks of a sequence than heads where these exchange heads, or several without a block; layers that choose
-            their blocks, with what is known of their steps.
+            their blocks, of which `plan_untimed` says what is known.
     """
     if settings.ranks > 1 and block is None:
         raise ValueError(
             f"{source}: {RANKS} is {settings.ranks}, and there is no sparse_attention block, without which ds_sparse "
             f'does not cut sequences; add one, of mode "dense" for dense attention, or leave {RANKS} out.'
         )
-    if document_tokens is not None and document_tokens > seq_len:
-        raise UsageError(f"--document-tokens {document_tokens} is more than --seq {seq_len}; give their mean length.")
     kinds = kinds_of(block, model, source)
-    padded = in_whole_blocks(kinds, seq_len)
-    _refuse_chosen(source, kinds, model, settings, padded)
+    if (why := why_untimed(kinds)) is not None:
+        raise ValueError(f"{source}: {why}.")
+    known = known_of(kinds, source, model, settings, seq_len, document_tokens, memory_gib)
+    padded = known.padded
     walks = walks_of(kinds, model, settings, padded)
     if not all(walked and walked.keys for walked in walks):
         check_ranks(model.heads, settings.ranks)
@@ -193,16 +169,11 @@ def make_plan(
     live = [walked.live if walked else None for walked in of_layers]
     linear_flops, attention_flops = flops_of(model, settings, padded, live)
     return Plan(
-        file=source,
-        model=model,
-        settings=settings,
+        **vars(known),
         machine=rates.machine,
         rates_from=rates.sources,
         errors=rates.errors,
         measured_tokens=rates.measured.tokens,
-        seq_len=seq_len,
-        padded=padded,
-        document_tokens=document_tokens,
         layers=layers,
         recall=recall_of(kinds, model, padded),
         model_flops=linear_flops,
@@ -211,34 +182,12 @@ def make_plan(
         step=step_of(rates, model, settings, padded, of_layers),
         dense_step=step_of(rates, model, settings, seq_len, dense),
         null_step=step_of(rates, model, settings, padded, faster) if may_be_null else None,
-        memory=memory_of(model, settings, padded),
-        memory_gib=memory_gib,
-        longest=None if memory_gib is None else longest(model, settings, largest_block(kinds), memory_gib),
         advice=None
         if memory_gib is None
         else advise(rates, model, settings, padded, of_others, memory_gib, model.heads if block is not None else 1),
         odd_vocabulary=odd_vocabulary(rates, model, settings, padded),
         lengths=compare(rates, model, settings, kinds, seq_len),
         remarks=said_of(rates, model, settings, kinds, of_layers, seq_len),
-    )
-
-
-def _refuse_chosen(source: str, kinds: Sequence[Kind], model: Model, settings: Settings, seq_len: int) -> None:
-    """Raises ValueError for layers whose queries choose blocks, with what is known without times."""
-    chosen = [kind for kind in kinds if isinstance(kind.structure, ChosenSparsityConfig)]
-    if not chosen:
-        return
-    live = spread(kinds, [live_scores(kind, model, seq_len) for kind in kinds])
-    linear, attention = flops_of(model, settings, seq_len, live)
-    _, dense = flops_of(model, settings, seq_len, [None] * model.layers)
-    who = listed([f"{layers_in_words(kind.layers)} ({kind.in_words()})" for kind in chosen], "and")
-    shares = [f"{(live[kind.layers[0]] or 0) / seq_len**2:.1%}" for kind in chosen]
-    raise ValueError(
-        f"{source}: layers {who} choose blocks in each step, and a plan knows times of layouts alone; "
-        "ds_sparse bench selected measures attention on chosen blocks. Without times: "
-        f"{listed(shares, 'and')} of the scores are computed; a GPU computes "
-        f"{(linear + attention) / 1e12:.1f} TFLOP a step, {(linear + dense) / 1e12:.1f} if dense, and needs "
-        f"{memory_of(model, settings, seq_len).total / GIB:.1f} GiB, beside what learns to choose and the choices."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from ..bench.machine import in_three_digits
@@ -15,18 +16,23 @@ from .limits import UNMEASURED
 from .memory import GIB, MOST_TOKENS
 from .plan import Plan
 from .settings import Settings
+from .untimed import Known, Untimed
 
 UNCERTAIN = 0.05
 """Steps nearer to each other than this are not told apart: predictions of measured steps are off by as much."""
 
 
-def lines_of(plan: Plan, details: bool = False) -> Iterator[str]:
+def lines_of(plan: Plan | Untimed, details: bool = False) -> Iterator[str]:
     """Yields what is printed, sentence by sentence and row by row; sentences that are too long are wrapped.
 
     Args:
         details: all numbers and assumptions, in the place of the main numbers.
     """
-    for line in (*_verdict(plan), "", *(_details(plan) if details else _main_numbers(plan))):
+    if isinstance(plan, Untimed):
+        lines = _untimed(plan)
+    else:
+        lines = chain(_verdict(plan), [""], _details(plan) if details else _main_numbers(plan))
+    for line in lines:
         if len(line) <= WIDTH:
             yield line
         else:
@@ -35,14 +41,7 @@ def lines_of(plan: Plan, details: bool = False) -> Iterator[str]:
 
 def _verdict(plan: Plan) -> Iterator[str]:
     """Yields two sentences: whether it fits and what it gains, and what to do in its place."""
-    needs = f"{plan.memory.total / GIB:.1f}"
-    if plan.fits is None:
-        fits = f"needs {needs} GiB (give the GPU's with --memory)"
-    elif plan.fits:
-        fits = f"fits: {needs} of {plan.memory_gib:.3g} GiB"
-    else:
-        fits = f"does not fit: a step needs {needs} GiB, the GPU has {plan.memory_gib:.3g}, 5% of which is left free"
-    yield f"{fits}; {_gain(plan)}."
+    yield f"{_fits(plan)}; {_gain(plan)}."
     if plan.memory_gib is not None and plan.advice is None:
         yield (
             f"best alternative: more than {_gpus(plan.settings)}, as it does not fit with activation checkpointing "
@@ -60,6 +59,15 @@ def _verdict(plan: Plan) -> Iterator[str]:
         yield f"best alternative: {best}; {speed:,.0f} tokens a second{times}."
     else:
         yield f"best alternative: none is faster; compared with {'; with '.join(others)}."
+
+
+def _fits(plan: Known) -> str:
+    needs = f"{plan.memory.total / GIB:.1f}"
+    if plan.fits is None:
+        return f"needs {needs} GiB (give the GPU's with --memory)"
+    if plan.fits:
+        return f"fits: {needs} of {plan.memory_gib:.3g} GiB"
+    return f"does not fit: a step needs {needs} GiB, the GPU has {plan.memory_gib:.3g}, 5% of which is left free"
 
 
 def _gain(plan: Plan) -> str:
@@ -89,6 +97,20 @@ def _alternatives(plan: Plan) -> dict[str, float]:
     return found
 
 
+def _untimed(plan: Untimed) -> Iterator[str]:
+    yield f"{_fits(plan)}; its speed is not known."
+    yield ""
+    yield f"{plan.file}: {_sizes(plan)}"
+    yield f"{plan.why}."
+    yield (
+        f"{listed([f'{share:.1%}' for share in plan.shares], 'and')} of the scores are computed; a GPU computes "
+        f"{plan.flops / 1e12:.1f} TFLOP a step, {plan.dense_flops / 1e12:.1f} if dense."
+    )
+    yield from _memory(plan)
+    yield "memory of what learns to choose, and of the choices, is not counted."
+    yield from _padding(plan).values()
+
+
 def _main_numbers(plan: Plan) -> Iterator[str]:
     yield f"{plan.file}: {_sizes(plan)}; {plan.machine}"
     yield f"{'':24} {'sparse':>10} {'dense':>10}"
@@ -109,7 +131,7 @@ def _main_numbers(plan: Plan) -> Iterator[str]:
     yield f"--details: {', '.join([*more, 'each layer', 'other lengths', 'assumptions'])}. --json: all numbers."
 
 
-def _sizes(plan: Plan) -> str:
+def _sizes(plan: Known) -> str:
     settings = plan.settings
     return (
         f"{plan.model.name}, {settings.micro_batch} x {plan.seq_len:,} tokens a pass"
@@ -149,17 +171,18 @@ def _gpus(settings: Settings) -> str:
     return counted(settings.gpus, "GPU")
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan | Untimed) -> dict[str, Any]:
     """Every number: milliseconds, bytes, tokens, FLOPs as the fields of `Plan` say; times and memory with sums."""
-    found = asdict(plan)
+    found = asdict(plan) | {"fits": plan.fits}
+    found["memory"]["total"] = plan.memory.total
+    if isinstance(plan, Untimed):
+        return found
     for step in filter(None, (found["step"], found["dense_step"], found["null_step"])):
         step["total"] = sum(step.values())
-    found["memory"]["total"] = plan.memory.total
     if plan.advice is not None:
         found["advice"]["step"]["total"] = plan.advice.step.total
         found["advice"]["tokens_per_second"] = plan.advice.tokens_per_second(plan.seq_len)
     return found | {
-        "fits": plan.fits,
         "tokens": plan.tokens,
         "tokens_per_second": plan.tokens / plan.step.total * 1e3,
         "gain": plan.gain,
@@ -232,13 +255,13 @@ def _tokens_a_second(plan: Plan) -> str:
     return f"{'tokens a second':24} {sparse:10,.0f} {dense:10,.0f}"
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: Known) -> Iterator[str]:
     each = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.memory.parts().items() if size)
     yield f"memory: {plan.memory.total / GIB:.1f} GiB {plan.memory.at}: {each}"
     yield _longest(plan)
 
 
-def _longest(plan: Plan) -> str:
+def _longest(plan: Known) -> str:
     if plan.memory_gib is None or plan.longest is None:
         return "the longest sequence: the GPU's memory is not known; give it with --memory GIB."
     if plan.longest == 0:
@@ -268,6 +291,17 @@ def _dense_is_faster(plan: Plan) -> str:
 
 def _wasted(plan: Plan) -> dict[str, str]:
     """Sentences on time that could be saved, by what takes it."""
+    found = _padding(plan)
+    if plan.odd_vocabulary:
+        wanted = -(-plan.model.vocabulary // 8) * 8
+        found["an odd vocabulary"] = (
+            f"a vocabulary of {plan.model.vocabulary:,} is no multiple of 8: its products take "
+            f"{plan.odd_vocabulary:.1f} ms a step more than with {wanted:,}."
+        )
+    return found
+
+
+def _padding(plan: Known) -> dict[str, str]:
     found = {}
     if plan.padded > plan.seq_len:
         share = 1 - plan.seq_len / plan.padded
@@ -279,11 +313,5 @@ def _wasted(plan: Plan) -> dict[str, str]:
         found["padding"] = (
             f"padding: documents of {plan.document_tokens:,} tokens leave {share:.0%} of each step to padding; "
             "packed documents would not (docs/packed-documents.md)."
-        )
-    if plan.odd_vocabulary:
-        wanted = -(-plan.model.vocabulary // 8) * 8
-        found["an odd vocabulary"] = (
-            f"a vocabulary of {plan.model.vocabulary:,} is no multiple of 8: its products take "
-            f"{plan.odd_vocabulary:.1f} ms a step more than with {wanted:,}."
         )
     return found

@@ -60,7 +60,7 @@ def planned(capsys, *words, file=TRAINED):
             "NVIDIA B200",
             [],
             ["cuda"],
-            139,  # the rates that stand in for those of a B200 are of an H200
+            80,
             "Rates of NVIDIA B200 do not come with ds_sparse. Measuring those of NVIDIA B200, which takes some minutes",
         ),
         ("NVIDIA B200", ["--on", "h200"], [], 139, ""),
@@ -106,6 +106,17 @@ def test_what_is_wrong_is_said_before_anything_is_measured(capsys, gpu, measured
     for wrong in (["--memory", "-1"], ["--dropout", "1.5"]):
         with pytest.raises(SystemExit, match="2"):
             main([*WORDS, *wrong])
+    assert measured == []
+
+
+def test_nothing_is_measured_for_blocks_that_are_chosen(capsys, gpu, measured, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "sparse_attention": {"mode": "moba"}}))
+    gpu("NVIDIA B200")
+    for words, gib in (([], 80), (["--on", "here"], 80), (["--on", "h200"], 139), (["--rates", *RATES], 139)):
+        assert planned(capsys, *words, file=str(file))["memory_gib"] == gib
+    assert main(["plan", str(file), *WORDS[2:], "--memory", "4"]) == 1
+    assert capsys.readouterr().out.startswith("does not fit: ")
     assert measured == []
 
 

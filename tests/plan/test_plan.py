@@ -11,6 +11,7 @@ from ds_sparse.plan.model import NAMED
 from ds_sparse.plan.plan import make_plan
 from ds_sparse.plan.settings import Settings
 from ds_sparse.plan.text import as_json, lines_of
+from ds_sparse.plan.untimed import plan_untimed
 
 MODEL, SETTINGS = NAMED["bert-base"], Settings(4, zero_stage=1)
 WINDOW = {"mode": "bslongformer", "block": 64}
@@ -124,8 +125,32 @@ def test_the_json_has_all_numbers_with_their_sums(planned):
     assert len(found["lengths"]) == len(plan.lengths) and found["remarks"] == plan.remarks
 
 
-def test_all_modes_that_choose_blocks_are_named(planned):
-    moba = {"mode": "moba", "block": 64, "num_chosen_blocks": 8}
-    block = {"mode": "indexer", "block": 64, "num_chosen_blocks": 4, "layers": {"0-2": moba, "3": None}}
+CHOOSING = {"mode": "moba", "block": 64, "num_chosen_blocks": 8}
+INDEXER = {"mode": "indexer", "block": 64, "num_chosen_blocks": 4, "layers": {"0-2": CHOOSING, "3": None}}
+
+
+def test_a_plan_has_no_times_of_blocks_that_are_chosen(planned):
     with pytest.raises(ValueError, match=r"layers 0-2 \(moba, block 64\) and 4-11 \(indexer, block 64\) choose"):
-        planned(block)
+        planned(INDEXER)
+
+
+@pytest.mark.parametrize(
+    "gib, verdict", [(None, "needs 16.8 GiB (give"), (80, "fits: 16.8 of 80 GiB; "), (8, "does not fit: a step needs ")]
+)
+def test_the_memory_of_blocks_that_are_chosen_is_that_of_any_others(planned, gib, verdict):
+    plan = plan_untimed(INDEXER, "ds.json", MODEL, SETTINGS, 8192, document_tokens=4096, memory_gib=gib)
+    assert plan.memory == planned().memory and plan.longest == planned(memory_gib=gib).longest
+    first, *others = lines_of(plan)
+    assert first.startswith(verdict) and first.endswith("; its speed is not known.")
+    assert "padding: documents of 4,096 tokens leave 50% of each step to padding" in "\n".join(others)
+    found = json.loads(json.dumps(as_json(plan)))
+    assert found["fits"] is plan.fits and found["memory"]["total"] == plan.memory.total
+    assert found["shares"] == [1 / 16, 1 / 32] and found["flops"] < found["dense_flops"]
+
+
+def test_blocks_that_are_chosen_are_refused_where_heads_are_fewer_than_ranks_or_sequences_than_documents():
+    with pytest.raises(ValueError, match="at most 12 ranks"):
+        plan_untimed(CHOOSING, "ds.json", MODEL, replace(SETTINGS, gpus=16, ranks=16), 8192)
+    with pytest.raises(ValueError, match="--document-tokens 9000 is more than --seq 8192"):
+        plan_untimed(CHOOSING, "ds.json", MODEL, SETTINGS, 8192, document_tokens=9000)
+    assert plan_untimed(WINDOW, "ds.json", MODEL, SETTINGS, 8192) is None
