@@ -3,12 +3,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..tools.arguments import UsageError, chance, positive, positive_number
-from ..tools.terminal import Terminal, wrong
+from ..tools.terminal import Terminal, width, wrong
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -77,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..bench.runs import WIDTH
     from ..plan.plan import Plan
     from ..plan.text import UNCERTAIN, as_json, lines_of
 
@@ -89,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(made), indent=2))
     else:
         terminal = Terminal()
-        verdict, *others = lines_of(made, args.details)
+        verdict, *others = lines_of(made, args.details, min(WIDTH, width(WIDTH)))
         is_slower = isinstance(made, Plan) and made.gain < 1 - UNCERTAIN
         terminal.line(verdict, "bold red" if made.fits is False or is_slower else "bold green")
         for line in others:
             terminal.line(line)
     for notice in notices:
-        print(notice, file=sys.stderr)
+        print(textwrap.fill(notice, width(len(notice))), file=sys.stderr)
     return 1 if made.fits is False else 0
 
 

@@ -22,21 +22,22 @@ UNCERTAIN = 0.05
 """Steps nearer to each other than this are not told apart: predictions of measured steps are off by as much."""
 
 
-def lines_of(plan: Plan | Untimed, details: bool = False) -> Iterator[str]:
+def lines_of(plan: Plan | Untimed, details: bool = False, width: int = WIDTH) -> Iterator[str]:
     """Yields what is printed, sentence by sentence and row by row; sentences that are too long are wrapped.
 
     Args:
         details: all numbers and assumptions, in the place of the main numbers.
+        width: columns of a line.
     """
     if isinstance(plan, Untimed):
         lines = _untimed(plan)
     else:
         lines = chain(_verdict(plan), [""], _details(plan) if details else _main_numbers(plan))
     for line in lines:
-        if len(line) <= WIDTH:
+        if len(line) <= width:
             yield line
         else:
-            yield textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+            yield textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 def _verdict(plan: Plan) -> Iterator[str]:

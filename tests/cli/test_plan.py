@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,6 +108,20 @@ def test_what_is_wrong_is_said_before_anything_is_measured(capsys, gpu, measured
         with pytest.raises(SystemExit, match="2"):
             main([*WORDS, *wrong])
     assert measured == []
+
+
+@pytest.mark.parametrize("words", [[], ["--details"], ["--memory", "8"]])
+def test_lines_are_no_longer_than_a_terminal_is_wide_and_in_a_pipe_as_ever(monkeypatch, capsys, words):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.chdir(Path(TRAINED).parent)
+    words = ["plan", Path(TRAINED).name, *WORDS[2:], *words]
+    status = main(words)
+    piped = "".join(capsys.readouterr())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(words) == status
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", "".join(capsys.readouterr()))
+    assert max(map(len, shown.splitlines())) <= 60 < max(map(len, piped.splitlines()))
+    assert shown.split() == piped.split()
 
 
 def test_nothing_is_measured_for_blocks_that_are_chosen(capsys, gpu, measured, tmp_path):
