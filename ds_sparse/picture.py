@@ -44,6 +44,17 @@ class Drawable(Protocol):
         ...
 
 
+@runtime_checkable
+class DrawableOfAnyLength(Protocol):
+    """A structure, which makes the layout of so many tokens."""
+
+    def make_rows(self, seq_len: int) -> LayoutRows: ...
+
+    def rows_to_draw(self, tokens: int | None = None) -> tuple[LayoutRows, int]:
+        """As of `Drawable`."""
+        ...
+
+
 def in_notebook(to_draw: Callable[[], tuple[LayoutRows | Tensor, int]], title: str) -> str | None:
     """Text and a picture below it; None, for which a notebook takes the text alone, where there is no layout, or one of
     more than `MOST_CELLS`: whoever wants that picture calls `ds_sparse.draw`.

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..layout import LayoutRows
-from ..picture import CELLS, Drawable, Panel, cell_of, head_name, html_of, panels_of
-from ..sparsity import SparsityConfig
+from ..picture import CELLS, Drawable, DrawableOfAnyLength, Panel, cell_of, head_name, html_of, panels_of
 from ..tools.arguments import UsageError
 from ..tools.extras import optional_imports
 from ..tools.files import require_writable
@@ -129,14 +128,14 @@ def draw(
 
 def _rows_of(what: Drawable | Tensor | LayoutRows, block: int | None, tokens: int | None) -> tuple[LayoutRows, int]:
     """The layout to draw, and the tokens in a block."""
-    is_structure = isinstance(what, SparsityConfig)
+    is_structure = isinstance(what, DrawableOfAnyLength)
     kind = "a structure" if is_structure else "an index" if isinstance(what, Drawable) else "a layout"
     if tokens is not None and not is_structure:
         raise ValueError(f"tokens is {tokens} beside {kind}, which has its length; leave tokens out.")
     if block is not None and kind != "a layout":
         instead = f"for {block} tokens give tokens={block}" if is_structure else "leave block out"
         raise ValueError(f"block is {block} beside {kind}, which has its own; {instead}.")
-    if isinstance(what, SparsityConfig):
+    if isinstance(what, DrawableOfAnyLength):
         return what.rows_to_draw(tokens)
     if isinstance(what, Drawable):
         return what.rows_to_draw()
