@@ -18,6 +18,7 @@ from benchmarks.train import results as train_results
 from .axes import OURS, PLAIN, TEXT, THEIRS, axes, legend_below, several_axes
 from .claims import (
     CONTINUED,
+    CONTINUED_LONGER,
     DECODER,
     DNA,
     DOCUMENTS,
@@ -236,6 +237,12 @@ GAINS = {
         CONTINUED,
         draw_continued,
         "Held-out loss of names by how many tokens ago they were seen, by attention that goes on from the same base",
+        train_tables,
+    ),
+    "continued_longer": Picture(
+        CONTINUED_LONGER,
+        draw_continued,
+        "The same with sequences of 16,384 tokens",
         train_tables,
     ),
     "documents_far": Picture(

@@ -22,7 +22,7 @@ from ds_sparse.tools.arguments import UsageError
 
 from . import chosen, decoder, texts
 from .documents_texts import installed_sources, without_header
-from .models import Attention, attention_of
+from .models import LOCAL_GLOBAL, Attention, attention_of, dense_layers
 from .quality import MOST_PIECES, QUICK_BYTES, TOKENIZER_BYTES, names_of
 from .results import BASE_ARM, DENSE, MODELS, Case, short_of
 from .trainer import Phase, Task, Waits
@@ -48,7 +48,7 @@ def blocks_of(case: Case) -> chosen.Blocks:
     third layer dense."""
     blocks = decoder.blocks_of(case)
     window, layers = blocks["local_sliding_window"], MODELS[case.model]["num_hidden_layers"]
-    number, dense = decoder.keys_of(case)["num_chosen_blocks"], range(min(2, layers - 1), layers, 3)
+    number = decoder.keys_of(case)["num_chosen_blocks"]
     random = {
         **window,
         "mode": "bigbird",
@@ -64,13 +64,13 @@ def blocks_of(case: Case) -> chosen.Blocks:
         **blocks,
         "bslongformer": {**window, "mode": "bslongformer", "num_sliding_window_blocks": 2 * number - 3},
         "bigbird": random,
-        "local_global": {**window, "layers": {str(layer): None for layer in dense}},
+        LOCAL_GLOBAL: {**window, "layers": {str(layer): None for layer in dense_layers(layers)}},
     }
 
 
 def default_arms(case: Case) -> list[str]:
     short = short_of(case)
-    kinds, lengths = (DENSE, "local_sliding_window", "bigbird", "local_global", "indexer"), (8 * short, 32 * short)
+    kinds, lengths = (DENSE, "local_sliding_window", "bigbird", LOCAL_GLOBAL, "indexer"), (8 * short, 32 * short)
     longer = [f"{kind}-{of}" for of in lengths if of <= case.document_tokens for kind in kinds]
     return [base_arm(case), f"{DENSE}-{short}", *longer]
 

@@ -33,7 +33,10 @@ LARGE_BLOCK = {
 SMALL_BLOCK = {mode: f"{mode}-default-16" for mode in LARGE_BLOCK}
 """The same where all is small."""
 
-ATTENTIONS = (DENSE, *LARGE_BLOCK)
+LOCAL_GLOBAL = "local_global"
+"""Windows, with each third layer dense, as ModernBERT has them."""
+
+ATTENTIONS = (DENSE, *LARGE_BLOCK, LOCAL_GLOBAL)
 
 
 def default_arms(case: Case) -> list[str]:
@@ -80,8 +83,25 @@ def require_arm(case: Case, name: str, kinds: Sequence[str], also: str = "") -> 
 
 
 def structure_name(kind: str, case: Case) -> str:
-    """A name in `STRUCTURES_IN_BERT`."""
-    return (SMALL_BLOCK if case.quick else LARGE_BLOCK)[kind]
+    """A name in `STRUCTURES_IN_BERT`; of `LOCAL_GLOBAL`, of a structure that takes the same lengths."""
+    return (SMALL_BLOCK if case.quick else LARGE_BLOCK)["bslongformer" if kind == LOCAL_GLOBAL else kind]
+
+
+def local_global(case: Case) -> dict[str, Any]:
+    """The sparse_attention block of `LOCAL_GLOBAL`: windows of 576 keys, where all is small of 48."""
+    layers = MODELS[case.model]["num_hidden_layers"]
+    return {
+        "mode": "local_sliding_window",
+        "block": 16 if case.quick else 64,
+        "attention": "bidirectional",
+        "num_sliding_window_blocks": 3 if case.quick else 9,
+        "layers": {str(layer): None for layer in dense_layers(layers)},
+    }
+
+
+def dense_layers(layers: int) -> range:
+    """The layers of `LOCAL_GLOBAL` that are dense, of so many."""
+    return range(min(2, layers - 1), layers, 3)
 
 
 def make_bert(attention: Attention, case: Case, frequencies: Tensor, device: torch.device) -> BertForMaskedLM:
@@ -153,6 +173,8 @@ def give_attention(model: Any, kind: str, case: Case) -> None:
     """Dense attention is PyTorch's."""
     if kind == DENSE:
         model.set_attn_implementation(DENSE_IN_BERT)
+    elif kind == LOCAL_GLOBAL:
+        sparsify(model, local_global(case))
     else:
         structure = STRUCTURES_IN_BERT[structure_name(kind, case)]
         sparsify(model, structure(MODELS[case.model]["num_attention_heads"]))
