@@ -21,6 +21,7 @@ from benchmarks.train.results import (
     BASE_ARM,
     CONTINUED,
     DOCUMENT_TOKENS,
+    GENOMIC,
     LEARNING_RATES,
     MODELS,
     NARROW,
@@ -96,8 +97,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--genomes",
         default="",
         metavar="FOLDER",
-        help="of dna: FASTA files and GFF3 files of the same names, also as .gz and .xz (default: those of Debian's "
-        "packages maffilter-examples and smalt-examples)",
+        help=f"of {' and '.join(GENOMIC)}: FASTA files and GFF3 files of the same names, also as .gz and .xz "
+        "(default: those of Debian's packages maffilter-examples and smalt-examples)",
     )
     parser.add_argument(
         "--base",
@@ -172,8 +173,10 @@ def cases_of(args: argparse.Namespace) -> tuple[list[Case], Any]:
             trained, or nothing says how long.
         ValueError: what the data is made of is not there.
     """
-    if args.genomes and args.experiment != "dna":
-        raise UsageError(f"--genomes: {args.experiment} reads none; leave it out, or give --experiment dna.")
+    if args.genomes and args.experiment not in GENOMIC:
+        raise UsageError(
+            f"--genomes: {args.experiment} reads none; leave it out, or give --experiment {' or '.join(GENOMIC)}."
+        )
     if args.base and args.experiment != CONTINUED:
         raise UsageError(f"--base: {args.experiment} has none; leave it out, or give --experiment {CONTINUED}.")
     document = args.document_tokens or (QUICK_DOCUMENT_TOKENS if args.quick else DOCUMENT_TOKENS[args.experiment])

@@ -32,6 +32,7 @@ CONTINUED = "continued"
 DOCUMENT_TOKENS = {
     "quality": 4096,
     "dna": 65536,
+    "copies": 65536,
     "documents": 16384,
     "decoder": 8192,
     "encoder": 4096,
@@ -39,6 +40,9 @@ DOCUMENT_TOKENS = {
     CONTINUED: 16384,
 }
 """Experiments, a module of this package each, with what `Case.document_tokens` is by itself."""
+
+GENOMIC = "dna", "copies"
+"""Experiments that read genomes."""
 
 BASE_ARM = "base-"
 """Beginning of the name of the arm that others go on from."""
@@ -57,7 +61,7 @@ class Case:
         quick: less data, and shorter documents.
         tokens_per_step: of all sequences of a step together.
         document_tokens: tokens of the pieces of documents that are trained on; the longest sequence.
-        genomes: the folder that those of `dna` are in; "" for installed ones.
+        genomes: the folder that those of `GENOMIC` are in; "" for installed ones.
         base: how many times as long as an arm the base is trained that arms go on from; 0 without one.
     """
 
@@ -380,6 +384,7 @@ LOSSES = {
     "place_": "held-out loss by place in the document, from so many tokens on to the next column's",
     "name_": "held-out loss of names, the sum over their tokens, by how many tokens ago they were seen, likewise; new: "
     "not in the document before",
+    "copied_": "part of masked bases that is named, by how far away the same bases stand, likewise; none: nowhere",
 }
 """Beginnings of measures that have a table of their own, and what it says."""
 

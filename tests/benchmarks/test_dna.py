@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.program import main
-from benchmarks.train import dna, genomes
+from benchmarks.train import copies, dna, genomes
 from benchmarks.train.dna import Windows, stretches
 from benchmarks.train.genomes import BOTH, FORWARD, OUTSIDE, REVERSE, A, C, Contig, Files, G, Gene, N, T
 from benchmarks.train.results import Case
@@ -182,6 +182,47 @@ def test_all_lengths_are_asked_for_the_same_bases():
     labels = held_out[1][held_out[1] != dna.IGNORED]
     expected = torch.nn.functional.cross_entropy(logits[genomes.MASK].expand(len(labels), -1), torch.tensor(labels))
     assert long.evaluate() == pytest.approx(float(expected))
+
+
+def test_copies_stand_as_far_apart_as_is_said():
+    case = Case("copies", "tiny", "fp32", "cpu", True, 2048, 1e-3, 512)
+    bases = np.random.default_rng(0).integers(A, T + 1, (64, 512)).astype(np.uint8)
+    changed, distances = copies.with_copies(bases, case, np.random.default_rng(1))
+    length, *_ = found = copies.distances_of(case)
+    assert found == [32, 64, 128, 256] == sorted({*np.unique(distances)} - {copies.ELSEWHERE})
+    assert (changed == bases)[distances == copies.ELSEWHERE].all()
+    for least in found:
+        parts = pairs = 0
+        for row, of in zip(changed, distances, strict=True):
+            starts = np.flatnonzero(np.convolve(of == least, np.ones(length), "valid") == length)
+            ends = np.minimum(2 * least, len(row) - length - starts + 1)
+            pairs += sum(
+                (row[start : start + length] == row[start + apart : start + apart + length]).all()
+                for start, end in zip(starts, ends, strict=True)
+                for apart in range(least, end)
+            )
+            parts += (of == least).sum() // length
+        assert pairs >= parts / 2 > 0  # more where stretches touch
+
+
+def test_copies_count_masked_bases_by_distance():
+    bases = np.array([[A, C, G, T]], np.uint8)
+    held_out = dna.hidden(bases, np.array([[True, True, False, True]]), genomes.MASK)
+    logits = torch.zeros(genomes.VOCABULARY, genomes.VOCABULARY)
+    logits[genomes.MASK, C] = 1
+    task = task_of(copies.Copies, logits, 4, held_out, distances=np.array([[32, 64, 64, copies.ELSEWHERE]]))
+    measures = task.measures()
+    assert {"copied_32": 0, "copied_64": 1, "copied_none": 0}.items() <= measures.items()
+    assert measures["masked_loss"] == pytest.approx(task.evaluate())
+
+
+@pytest.mark.slow("trains an arm")
+def test_a_quick_run_of_copies_says_what_is_named_by_distance(tmp_path, capsys):
+    command = ["train", "--experiment", "copies", "--quick", "--tokens", "2048", "--arms", "local_global-512"]
+    assert main([*command, "--json", str(tmp_path / "out.json")]) == 0
+    ((_, (row,)),) = load(str(tmp_path / "out.json"))[2]
+    assert set(row.measures) == {"masked_loss", *(f"copied_{name}" for name in (32, 64, 128, 256, "none"))}
+    assert "by how far away the same bases stand" in capsys.readouterr().out
 
 
 @pytest.mark.slow("trains every arm")
