@@ -4,6 +4,7 @@ import torch
 import transformers
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
+from ds_sparse import block_sparse_attention
 from ds_sparse.sparsity import TransformersBigBirdSparsityConfig
 
 HEADS = 3
@@ -40,6 +41,32 @@ def test_it_is_the_layout_that_transformers_trains_with(tokens, block, num_rando
     expected[:, 1:-1].scatter_(2, drawn_by_transformers(tokens, block, num_random_blocks, seed), True)
     structure = TransformersBigBirdSparsityConfig(HEADS, block, num_random_blocks, seed=seed)
     assert torch.equal(structure.make_bool_layout(tokens), expected)
+
+
+def test_attention_on_it_is_that_of_the_layer_in_training():
+    config = transformers.BigBirdConfig(
+        hidden_size=8 * HEADS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=192,
+        block_size=16,
+        num_random_blocks=2,
+    )
+    layer = BigBirdBlockSparseAttention(config, seed=5).double().train()
+    hidden = torch.randn(2, 192, 8 * HEADS, dtype=torch.float64, requires_grad=True)
+    kept = torch.ones(2, 192, dtype=torch.float64)
+    kept[1, 150:] = 0
+    blocked, *masks = transformers.BigBirdModel.create_masks_for_block_sparse_attn(kept, 16)
+    state = numpy.random.get_state()
+    theirs = layer(hidden, *masks, blocked, blocked)[0]
+    numpy.random.set_state(state)
+
+    q, k, v = (f(hidden).unflatten(-1, (HEADS, 8)).transpose(1, 2) for f in (layer.query, layer.key, layer.value))
+    layout = TransformersBigBirdSparsityConfig(HEADS, 16, 2, seed=5).make_layout(192)
+    out = block_sparse_attention(q, k, v, layout, key_padding_mask=kept.bool()).transpose(1, 2).flatten(2)
+    ours, theirs = (x[kept.bool()] for x in (out, theirs))
+    torch.testing.assert_close(ours, theirs)
+    inputs, grad = [hidden, *layer.parameters()], torch.randn_like(ours)
+    torch.testing.assert_close(*(torch.autograd.grad(x, inputs, grad) for x in (ours, theirs)))
 
 
 def test_numpys_own_numbers_stay_as_they_are():
