@@ -286,6 +286,7 @@ def run_unless_current(command: list[str], target: Path, stamp: str) -> bool:
     if said := result.stdout + result.stderr:
         show_for_now("")
         sys.stderr.write(said)
+    target.with_name(target.name + ".log").write_text(said)
     if result.returncode:
         raise SystemExit(f"Building {target.name} failed with status {result.returncode}: {' '.join(command)}")
     stamp_file.write_text(stamp)

@@ -206,6 +206,18 @@ def test_compiling_says_how_far_it_is(setup, monkeypatch, tmp_path, capsys, in_t
     assert shown[-2:] == ["\x1b[K", ""], "it goes at the end"
 
 
+@pytest.mark.slow("reads what the compiler said of the CUDA library")
+def test_no_kernel_waits_for_each_product():
+    """ptxas says it, and compiles all the same: such a kernel can take ten times as long. One does, known and slow: the
+    sweep by rows with options."""
+    said = [path.read_text() for path in (ROOT / "build" / "objects" / "cuda").rglob("*_sm90.*.log")]
+    if not said:
+        pytest.skip("no CUDA library is compiled here")
+    serialized = re.findall(r"instructions are serialized .* function '(\S+)'", "".join(said))
+    slow = [name for name in serialized if not re.search("rows_on_hopper_kernel.*ScoresE4E", name)]
+    assert not slow, "the multiprocessor's pipeline of products is empty between two; see what the message says"
+
+
 def test_a_library_that_is_no_longer_built_does_not_stay(setup, tmp_path, capsys):
     library = tmp_path / "libds_sparse_cuda.so"
     library.write_bytes(b"of an earlier build")

@@ -143,9 +143,8 @@ __device__ __forceinline__ void run_producer(
         const Gathered<kBlockN, kPacked> here(other, boxes, next, step);
         next = Listed<kBlockN, kPacked>(other, step + 1);
         if constexpr (kOfGrads) {
-          const bool by_lse = kPlain && !have_pair_bias(kScores) &&
-                              !(may_be_biased(kScores) && p.scoring.key_bias != nullptr) &&
-                              !has_softcap<kScores>(p.scoring);
+          const bool by_lse =
+              kPlain && !have_pair_bias(kScores) && !(may_be_biased(kScores) && p.scoring.key_bias != nullptr);
           const int members = by_lse ? 2 : 4;
           memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
           if (lane == 0) {
@@ -309,19 +308,21 @@ __device__ __forceinline__ void exponentiate(
   }
 }
 
-// The same of capped scores. rounded: the probabilities; probs: them times the cap's derivative.
-template <class T, int kBlockN, class F>
+// The same of capped scores, kPlain: over the cap. rounded: the probabilities; probs: them times the cap's derivative.
+template <class T, bool kPlain, int kBlockN, class F>
 __device__ __forceinline__ void exponentiate_capped(
     uint32_t (&rounded)[kBlockN / 16][4], float (&probs)[kBlockN / 2], const float2 (&row_maxima)[kBlockN / 8],
-    const Scoring& scoring, const F& inverse_sum_of) {
+    const Scoring& scoring, float softmax_scale_log2, const F& inverse_sum_of) {
+  float slopes[kBlockN / 2];
 #pragma unroll
-  for (int i = 0; i < kBlockN / 2; i += 2) {
-    const float2 row_max = row_maxima[i / 4], inverse_sum = inverse_sum_of(i / 4);
-    const float left = exp2_approx((probs[i] - row_max.x) * kLog2E) * inverse_sum.x;
-    const float right = exp2_approx((probs[i + 1] - row_max.y) * kLog2E) * inverse_sum.y;
-    rounded[i / 8][i % 8 / 2] = AccumulatorAsA<T>::pack(left, right);
-    probs[i] = left * scoring.cap_slope(probs[i]);
-    probs[i + 1] = right * scoring.cap_slope(probs[i + 1]);
+  for (int i = 0; i < kBlockN / 2; ++i) {
+    slopes[i] = kPlain ? Scoring::slope_of_tanh(probs[i]) : scoring.cap_slope(probs[i]);
+  }
+  exponentiate<kPlain, kBlockN>(probs, row_maxima, softmax_scale_log2, inverse_sum_of);
+  round_sums<T, kBlockN>(rounded, probs);
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; ++i) {
+    probs[i] *= slopes[i];
   }
 }
 
@@ -370,8 +371,8 @@ __device__ __forceinline__ void run_consumer(
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
-  const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const bool drops = attention::drops<kScores>(p.scoring), capped = has_softcap<kScores>(p.scoring);
+  const float softmax_scale_log2 = kPlain ? (capped ? p.scoring.softcap : p.scoring.scale) * kLog2E : kLog2E;
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
   const float of_dropout = drops ? dropout.factor() : 1.0f;
   PipelineState<Memory<T, kHeadDim, kScores>::kStages> pipe;
@@ -425,7 +426,7 @@ __device__ __forceinline__ void run_consumer(
     const float bias0 = bias_of(token0), bias8 = bias_of(token8);
     const bool biased = __any_sync(0xffffffffu, bias0 != 0 || bias8 != 0);
     // Else keys that do not exist are all that is masked, for which row_max is not known.
-    const bool scaled = kHasPairBias || (kMayBeBiased && (capped || (biased && key_bias != nullptr)));
+    const bool scaled = kHasPairBias || (kMayBeBiased && biased && key_bias != nullptr && !capped);
 
     float grad_key[kHeadDim / 2] = {}, grad_value[kHeadDim / 2] = {};
     float probs[kBlockN / 2], grads[kBlockN / 2];
@@ -488,14 +489,14 @@ __device__ __forceinline__ void run_consumer(
           scale_and_add_pair_bias<T, pair_bias_of(kScores), true>(
               probs, memory.biases[pipe.index], boxes, warp_tile, p.scoring.scale);
         } else if (kMayBeBiased && capped) {
-          p.scoring.template cap<T>(probs, p.scoring.scale * p.scoring.inverse_softcap());
+          Scoring::to_tanh<T>(probs, p.scoring.scale * p.scoring.inverse_softcap());
         } else if (scaled) {
           scale_and_add_bias_of_rows(probs, p.scoring.scale, bias0, bias8);
         }
-        if (biased && (kHasPairBias || capped || !scaled)) {
+        if (biased && (kHasPairBias || !scaled)) {
           add_bias_of_rows<kPlain && !kHasPairBias>(probs, bias0, bias8);
         }
-        if (scaled && !capped) {
+        if (scaled) {
           subtract_row_maxima<kBlockN>(probs, row_maxima);
         }
         if (!live.is_whole<kBlockN>()) {
@@ -504,7 +505,8 @@ __device__ __forceinline__ void run_consumer(
         }
         const auto inverse_sum_of = [&](int n) { return of_rows(3, n); };
         if (capped) {
-          exponentiate_capped<T, kBlockN>(left_probs, probs, row_maxima, p.scoring, inverse_sum_of);
+          exponentiate_capped<T, kPlain, kBlockN>(
+              left_probs, probs, row_maxima, p.scoring, softmax_scale_log2, inverse_sum_of);
         } else {
           exponentiate<kPlain, kBlockN>(probs, row_maxima, scaled ? kLog2E : softmax_scale_log2, inverse_sum_of);
           if (scaled) {

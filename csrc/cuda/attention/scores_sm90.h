@@ -25,8 +25,8 @@ constexpr PairBias pair_bias_of(Scores scores) {
                                          : PairBias::kNone;
 }
 constexpr bool have_pair_bias(Scores scores) { return pair_bias_of(scores) != PairBias::kNone; }
-// Plain but for steps with biases, and for all steps with a soft cap: their scores are scaled first, and so are all row
-// maxima.
+// Plain but for steps with biases: their scores are scaled first, and so are all row maxima. With a soft cap scores are
+// capped in all steps; backward they stay over the cap, which exponents take with them.
 constexpr bool may_be_biased(Scores scores) {
   return scores == Scores::kDropped || scores == Scores::kBiased || have_pair_bias(scores);
 }
@@ -237,11 +237,16 @@ __device__ __forceinline__ void scale_and_add_pair_bias(
   }
 }
 
+// Backward exponents take the soft caps between these with them; the scale over them is a number.
+constexpr float kLeastPlainCap = 1e-30f, kLargestPlainCap = 1e30f;
+
 // Calls f with the head size, padded, and the kind of scores.
 template <class F>
 void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
   const auto with_options = [&](auto padded) {
     const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr || scoring.chosen.bits != nullptr;
+    const bool has_far_softcap =
+        scoring.softcap > 0 && (scoring.softcap < kLeastPlainCap || scoring.softcap > kLargestPlainCap);
     const bool biased = scoring.adds_to_keys() || scoring.softcap > 0;
     if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
       f(padded, std::integral_constant<Scores, Scores::kPacked>{});
@@ -251,7 +256,8 @@ void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head
       f(padded, std::integral_constant<Scores, Scores::kByDistance>{});
     } else if (
         !scoring.plain_but_for_rpe() || scoring.rpe.kind != Bias::kNone || (limited && (scoring.drops() || biased)) ||
-        (scoring.drops() && scoring.softcap > 0) || scoring.dropout_threshold > Dropout::kLargestHalf) {
+        (scoring.drops() && scoring.softcap > 0) || has_far_softcap ||
+        scoring.dropout_threshold > Dropout::kLargestHalf) {
       f(padded, std::integral_constant<Scores, Scores::kOptions>{});
     } else if (limited) {
       f(padded, std::integral_constant<Scores, Scores::kLimited>{});

@@ -179,25 +179,34 @@ struct Scoring {
   }
 
   // The derivative of a capped score, softcap * tanh(score / softcap), by the score; 0 where it is masked.
-  __device__ __forceinline__ float cap_slope(float capped) const {
-    const float tanh = capped * inverse_softcap();
-    return fmaxf(1 - tanh * tanh, 0.0f);
-  }
+  __device__ __forceinline__ float cap_slope(float capped) const { return slope_of_tanh(capped * inverse_softcap()); }
+  static __device__ __forceinline__ float slope_of_tanh(float tanh) { return fmaxf(1 - tanh * tanh, 0.0f); }
   __device__ __forceinline__ float inverse_softcap() const { return fminf(__frcp_rn(softcap), FLT_MAX); }
 
-  // Caps scores, or products where scale_to_cap is the scale over the cap. With tensors of 16 bits tanh is one
-  // instruction, of 11 bits: no fewer than their formats have.
+  // Caps scores, or products where scale_to_cap is the scale over the cap.
   template <class T, int kCount>
   __device__ __forceinline__ void cap(float (&scores)[kCount], float scale_to_cap) const {
 #pragma unroll
     for (float& score : scores) {
-      float tanh = score * scale_to_cap;
-      if constexpr (sizeof(T) == 2) {
-        asm("tanh.approx.f32 %0, %0;" : "+f"(tanh));
-      } else {
-        tanh = tanhf(tanh);
-      }
-      score = softcap * tanh;
+      score = softcap * tanh_of<T>(score * scale_to_cap);
+    }
+  }
+  // The same, over the cap.
+  template <class T, int kCount>
+  static __device__ __forceinline__ void to_tanh(float (&scores)[kCount], float scale_to_cap) {
+#pragma unroll
+    for (float& score : scores) {
+      score = tanh_of<T>(score * scale_to_cap);
+    }
+  }
+  // With tensors of 16 bits one instruction, of 11 bits: no fewer than their formats have.
+  template <class T>
+  static __device__ __forceinline__ float tanh_of(float x) {
+    if constexpr (sizeof(T) == 2) {
+      asm("tanh.approx.f32 %0, %0;" : "+f"(x));
+      return x;
+    } else {
+      return tanhf(x);
     }
   }
 
