@@ -210,11 +210,13 @@ def test_compiling_says_how_far_it_is(setup, monkeypatch, tmp_path, capsys, in_t
 def test_no_kernel_waits_for_each_product():
     """ptxas says it, and compiles all the same: such a kernel can take ten times as long. One does, known and slow: the
     sweep by rows with options."""
-    said = [path.read_text() for path in (ROOT / "build" / "objects" / "cuda").rglob("*_sm90.*.log")]
-    if not said:
-        pytest.skip("no CUDA library is compiled here")
+    objects = list((ROOT / "build" / "objects" / "cuda").rglob("*_sm90*.o"))
+    said = [log.read_text() for log in (Path(f"{path}.log") for path in objects) if log.exists()]
+    if not objects or len(said) < len(objects):
+        pytest.skip(f"the compiler's words are kept for {len(said)} of {len(objects)} objects here")
     serialized = re.findall(r"instructions are serialized .* function '(\S+)'", "".join(said))
-    slow = [name for name in serialized if not re.search("rows_on_hopper_kernel.*ScoresE4E", name)]
+    options = "rows_on_hopper_kernel.*ScoresE4E"  # kOptions of scores_sm90.h
+    slow = [name for name in serialized if not re.search(options, name)]
     assert not slow, "the multiprocessor's pipeline of products is empty between two; see what the message says"
 
 

@@ -23,7 +23,7 @@ COPIED, QUICK_COPIED = 128, 32
 """Bases of a stretch; the least distance is that of stretches that touch."""
 
 SPACE = 4
-"""A sequence has a copy for as many times the bases of one."""
+"""A copy is tried for as many times its bases; those that meet others are left out."""
 
 ELSEWHERE = 0
 """In place of a distance: no copy."""
@@ -40,15 +40,15 @@ def distances_of(case: Case) -> list[int]:
 
 def with_copies(bases: np.ndarray, case: Case, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Sequences, uint8 (N, T), in which stretches stand twice, and int64 (N, T), how far apart: for each base of both
-    one of `distances_of`, up to below twice that; all are as likely. No base belongs to two pairs."""
+    one of `distances_of`, up to below twice that; all are tried as often. No base belongs to two pairs."""
     length, *_ = distances = distances_of(case)
     copies, found = bases.copy(), np.full(bases.shape, ELSEWHERE)
     for row, of in zip(copies, found, strict=True):
         is_taken: np.ndarray = np.zeros(len(row), bool)
-        for start in generator.integers(len(row) - 2 * length, size=len(row) // (SPACE * length)):
-            least = generator.choice([one for one in distances if start + one + length <= len(row)])
-            end = start + min(generator.integers(least, 2 * least), len(row) - length - start)
-            parts = slice(start, start + length), slice(end, end + length)
+        for least in generator.choice(distances, len(row) // (SPACE * length)):
+            apart = generator.integers(least, min(2 * least, len(row) - length))
+            start = generator.integers(len(row) - length - apart + 1)
+            parts = slice(start, start + length), slice(start + apart, start + apart + length)
             if not any(is_taken[part].any() for part in parts):
                 row[parts[1]] = row[parts[0]]
                 for part in parts:

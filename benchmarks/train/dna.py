@@ -80,7 +80,7 @@ TRAINING, HELD_OUT = "training", "held_out"
 
 def default_arms(case: Case) -> list[str]:
     few, some, many = QUICK_LENGTHS if case.quick else LENGTHS
-    return [f"{DENSE}-{few}", f"{DENSE}-{some}", f"bigbird-{some}", f"bigbird-{many}"]
+    return [f"{DENSE}-{few}", f"{DENSE}-{some}", f"bslongformer-{some}", f"bigbird-{some}", f"bslongformer-{many}"]
 
 
 def require(case: Case) -> None:

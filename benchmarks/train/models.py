@@ -34,7 +34,7 @@ SMALL_BLOCK = {mode: f"{mode}-default-16" for mode in LARGE_BLOCK}
 """The same where all is small."""
 
 LOCAL_GLOBAL = "local_global"
-"""Windows, with each third layer dense, as ModernBERT has them."""
+"""Windows, with each third layer dense, as ModernBERT has them; how wide they are is said by each experiment."""
 
 ATTENTIONS = (DENSE, *LARGE_BLOCK, LOCAL_GLOBAL)
 
@@ -65,7 +65,9 @@ def require_attention(case: Case, name: str = "", also: str = "") -> None:
     """
     attention = require_arm(case, name or case.arm, ATTENTIONS, also)
     if attention.kind != DENSE:
-        require_layout(structure_name(attention.kind, case), attention.length)
+        # Their windows are as wide.
+        kind = "bslongformer" if attention.kind == LOCAL_GLOBAL else attention.kind
+        require_layout(structure_name(kind, case), attention.length)
 
 
 def require_arm(case: Case, name: str, kinds: Sequence[str], also: str = "") -> Attention:
@@ -83,8 +85,8 @@ def require_arm(case: Case, name: str, kinds: Sequence[str], also: str = "") -> 
 
 
 def structure_name(kind: str, case: Case) -> str:
-    """A name in `STRUCTURES_IN_BERT`; of `LOCAL_GLOBAL`, of a structure that takes the same lengths."""
-    return (SMALL_BLOCK if case.quick else LARGE_BLOCK)["bslongformer" if kind == LOCAL_GLOBAL else kind]
+    """A name in `STRUCTURES_IN_BERT`."""
+    return (SMALL_BLOCK if case.quick else LARGE_BLOCK)[kind]
 
 
 def local_global(case: Case) -> dict[str, Any]:

@@ -384,7 +384,7 @@ LOSSES = {
     "place_": "held-out loss by place in the document, from so many tokens on to the next column's",
     "name_": "held-out loss of names, the sum over their tokens, by how many tokens ago they were seen, likewise; new: "
     "not in the document before",
-    "copied_": "part of masked bases that is named, by how far away the same bases stand, likewise; none: nowhere",
+    "copied_": "part of masked bases that is named, by how far away the same bases stand, likewise; none: not copied",
 }
 """Beginnings of measures that have a table of their own, and what it says."""
 

@@ -283,7 +283,8 @@ def _lengths(plan: Plan) -> Iterator[str]:
         yield _dense_is_faster(plan)
     for of in plan.layers:
         if of.is_faster_dense:
-            yield f'layers {of.layers}: dense attention is faster; give them null in "layers".'
+            layers, them = ("layer", "it") if of.layers.isdecimal() else ("layers", "them")
+            yield f'{layers} {of.layers}: dense attention is faster; give {them} null in "layers".'
 
 
 def _dense_is_faster(plan: Plan) -> str:

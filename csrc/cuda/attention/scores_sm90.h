@@ -237,8 +237,9 @@ __device__ __forceinline__ void scale_and_add_pair_bias(
   }
 }
 
-// Backward exponents take the soft caps between these with them; the scale over them is a number.
-constexpr float kLeastPlainCap = 1e-30f, kLargestPlainCap = 1e30f;
+// Backward exponents take soft caps between these with them. Far above, fp32 would round exponents of capped scores by
+// more than their differences; far below, the scale over the cap is no number.
+constexpr float kLeastPlainCap = 1e-30f, kLargestPlainCap = 1e4f, kLargestScaleToCap = 1e30f;
 
 // Calls f with the head size, padded, and the kind of scores.
 template <class F>
@@ -246,7 +247,8 @@ void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head
   const auto with_options = [&](auto padded) {
     const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr || scoring.chosen.bits != nullptr;
     const bool has_far_softcap =
-        scoring.softcap > 0 && (scoring.softcap < kLeastPlainCap || scoring.softcap > kLargestPlainCap);
+        scoring.softcap > 0 && (scoring.softcap < kLeastPlainCap || scoring.softcap > kLargestPlainCap ||
+                                scoring.scale / scoring.softcap > kLargestScaleToCap);
     const bool biased = scoring.adds_to_keys() || scoring.softcap > 0;
     if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
       f(padded, std::integral_constant<Scores, Scores::kPacked>{});
