@@ -205,6 +205,14 @@ def test_copies_stand_as_far_apart_as_is_said():
         assert pairs >= parts / 2 > 0  # more where stretches touch
 
 
+def test_copies_stand_at_every_distance_about_as_often():
+    case = Case("copies", "small", "bf16", "cuda", False, 65536, 1e-3, 65536)
+    bases = np.full((8, case.document_tokens), A, np.uint8)
+    _, distances = copies.with_copies(bases, case, np.random.default_rng(0))
+    counts = [(distances == least).sum() for least in copies.distances_of(case)]
+    assert min(counts) > max(counts) / 2 > 0
+
+
 def test_copies_count_masked_bases_by_distance():
     bases = np.array([[A, C, G, T]], np.uint8)
     held_out = dna.hidden(bases, np.array([[True, True, False, True]]), genomes.MASK)
