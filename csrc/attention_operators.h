@@ -121,6 +121,7 @@ struct AttentionOperators {
     check(
         softcap == 0 || (softcap >= FLT_MIN && softcap <= FLT_MAX),
         "softcap has to be 0 or a number above it that fp32 holds, got ", softcap, ".");
+    // key_bias beside it has 0 and -inf alone, as Python makes it from bools.
     check(
         softcap == 0 || (!call.rpe && (!call.attn_mask || call.attn_mask->scalar_type() == ScalarType::Bool)),
         "softcap is ", softcap, "; beside it there may be bool masks alone.");
