@@ -22,7 +22,7 @@ from ds_sparse.tools.arguments import UsageError
 
 from . import chosen, decoder, texts
 from .documents_texts import installed_sources, without_header
-from .models import LOCAL_GLOBAL, Attention, attention_of, dense_layers
+from .models import LOCAL_GLOBAL, Attention, attention_of, each_third_dense
 from .quality import MOST_PIECES, QUICK_BYTES, TOKENIZER_BYTES, names_of
 from .results import BASE_ARM, DENSE, MODELS, Case, short_of
 from .trainer import Phase, Task, Waits
@@ -64,7 +64,7 @@ def blocks_of(case: Case) -> chosen.Blocks:
         **blocks,
         "bslongformer": {**window, "mode": "bslongformer", "num_sliding_window_blocks": 2 * number - 3},
         "bigbird": random,
-        LOCAL_GLOBAL: {**window, "layers": {str(layer): None for layer in dense_layers(layers)}},
+        LOCAL_GLOBAL: {**window, "layers": each_third_dense(case)},
     }
 
 

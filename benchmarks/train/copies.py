@@ -11,7 +11,7 @@ import torch
 
 from .dna import HELD_OUT, TRAINING, MaskedBases, Windows, make_masked, masked, prepare, read, require, stretches
 from .genomes import VOCABULARY, N
-from .models import attention_of
+from .models import LOCAL_GLOBAL, attention_of
 from .recall_texts import doublings
 from .results import DENSE, Case
 from .tasks import IGNORED, log_frequencies
@@ -31,7 +31,7 @@ ELSEWHERE = 0
 
 def default_arms(case: Case) -> list[str]:
     longest = case.document_tokens
-    return [f"{kind}-{longest}" for kind in (DENSE, "bslongformer", "bigbird", "local_global")]
+    return [f"{kind}-{longest}" for kind in (DENSE, "bslongformer", "bigbird", LOCAL_GLOBAL)]
 
 
 def distances_of(case: Case) -> list[int]:

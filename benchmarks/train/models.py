@@ -91,19 +91,19 @@ def structure_name(kind: str, case: Case) -> str:
 
 def local_global(case: Case) -> dict[str, Any]:
     """The sparse_attention block of `LOCAL_GLOBAL`: windows of 576 keys, where all is small of 48."""
-    layers = MODELS[case.model]["num_hidden_layers"]
     return {
         "mode": "local_sliding_window",
         "block": 16 if case.quick else 64,
         "attention": "bidirectional",
         "num_sliding_window_blocks": 3 if case.quick else 9,
-        "layers": {str(layer): None for layer in dense_layers(layers)},
+        "layers": each_third_dense(case),
     }
 
 
-def dense_layers(layers: int) -> range:
-    """The layers of `LOCAL_GLOBAL` that are dense, of so many."""
-    return range(min(2, layers - 1), layers, 3)
+def each_third_dense(case: Case) -> dict[str, None]:
+    """The block's "layers" of `LOCAL_GLOBAL`."""
+    layers = MODELS[case.model]["num_hidden_layers"]
+    return {str(layer): None for layer in range(min(2, layers - 1), layers, 3)}
 
 
 def make_bert(attention: Attention, case: Case, frequencies: Tensor, device: torch.device) -> BertForMaskedLM:
