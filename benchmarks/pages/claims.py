@@ -16,7 +16,7 @@ LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
 LARGE_LONGEST = ("bert-large-longest-h100",)
 """A search that came to an end for dense attention, too."""
 QUALITY, STRUCTURES, LONGER = ("train-quality-h100",), ("train-structures-h100",), ("train-quality-16k-h100",)
-DNA, DOCUMENTS = ("train-dna-h200",), ("train-documents-h100",)
+DNA, COPIES, DOCUMENTS = ("train-dna-h200",), ("train-copies-h200",), ("train-documents-h100",)
 DOCUMENTS_IN_A_MINUTE, DOCUMENTS_FAR = ("train-documents-minute-h100",), ("train-documents-h200",)
 RECALL = ("train-recall-h200",)
 CONTINUED, CONTINUED_LONGER = ("train-continued-h200",), ("train-continued-16k-h200",)

@@ -19,6 +19,7 @@ from .axes import OURS, PLAIN, TEXT, THEIRS, axes, legend_below, several_axes
 from .claims import (
     CONTINUED,
     CONTINUED_LONGER,
+    COPIES,
     DECODER,
     DNA,
     DOCUMENTS,
@@ -38,6 +39,9 @@ from .continued import draw_continued
 from .documents import draw_shown
 from .recall import draw_recall, recall_tables
 from .tables import results_of, sources, trained
+
+COPIED = "copied_"
+"""What the names of measures by the distance of a copy begin with."""
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -195,6 +199,23 @@ def train_tables(runs: Sequence[str]) -> str:
     return "\n\n".join(table.in_markdown() for table in train_results.tables_of(trained(runs)).values())
 
 
+def draw_copies(runs: Sequence[str]) -> Figure:
+    """The part of masked bases that is named, percent, by how far away the same bases stand; dashed: without a copy."""
+    ((_, arms),) = train_results.arms_by_case(trained(runs)).items()
+    figure, plot = axes()
+    for arm, colour in zip(arms, arm_colours(arms)):
+        named = {
+            name.removeprefix(COPIED): 100 * part for name, part in arm.measures.items() if name.startswith(COPIED)
+        }
+        plot.axhline(named.pop("none"), color=colour, linestyle="--", linewidth=1)
+        distances = [f"{int(distance):,}" for distance in named]
+        plot.plot(distances, list(named.values()), color=colour, marker="o", markersize=4, label=arm.name)
+    plot.set_xlabel("the same bases stand away, bases, to below twice that", color=TEXT)
+    plot.set_ylabel("masked bases that are named, percent", color=TEXT)
+    legend_below(figure)
+    return figure
+
+
 class Picture(NamedTuple):
     """A picture of runs; `about` is its text for who does not see it, `below` makes tables of the runs under it."""
 
@@ -255,6 +276,12 @@ GAINS = {
         DNA,
         partial(draw_measure, measure="gene_f1", label="F1 of genes on held-out sequences, percent"),
         "F1 of genes that are found, by arm",
+        train_tables,
+    ),
+    "copies": Picture(
+        COPIES,
+        draw_copies,
+        "Percent of masked bases that are named against the distance of their copy, by arm",
         train_tables,
     ),
     "dna_losses": Picture(DNA, draw_curves, "Held-out loss of masked bases, then of genes, against seconds, by arm"),

@@ -17,13 +17,13 @@ RUNS = {
         "- `flex` takes 1.60 to 34 times as long forward as `ds_sparse`.",
     ],
     "attention-break-even-h200": [
-        "| 16 | 0.41 | above 0.90 | above 0.90 |",
+        "| 16 | 0.43 | above 0.90 | above 0.90 |",
     ],
     "attention-growth-h200": [
-        "| 16,384 | 4, 16, 64 | 0.433 / 1.24 / 1.68 | 1.89 / 1.95 / 1.94 |",
+        "| 16,384 | 4, 16, 64 | 0.437 / 1.24 / 1.68 | 1.88 / 1.94 / 1.93 |",
         (
-            "- Twice the tokens take 1.89 to 2.1 times as long forward, 1.95 to 2.2 times as long backward, "
-            "1.94 to 2.1 times as long forward+backward as half of them."
+            "- Twice the tokens take 1.88 to 2.1 times as long forward, 1.94 to 2.1 times as long backward, "
+            "1.93 to 2.1 times as long forward+backward as half of them."
         ),
     ],
     "matmul-h200": [
@@ -50,17 +50,17 @@ RUNS = {
     ],
     "packed-h200": [
         (
-            "| bigbird, block 64 | 9 of 24 to 4,093 | 12, 32,768, 64 | 0.177 / 0.666 | 185 / 49.2 | 8 x "
-            "4,093 | 99 % / 98 % | 100 % | 99 % / 98 % | 1.09 / 1.09 | 5.53 |"
+            "| bigbird, block 64 | 9 of 24 to 4,093 | 12, 32,768, 64 | 0.177 / 0.665 | 185 / 49.3 | 8 x "
+            "4,093 | 99 % / 98 % | 100 % | 99 % / 98 % | 1.08 / 1.09 | 3.64 |"
         ),
         (
-            "- The padded batch takes 1.09 to 6.1 times as long forward, 1.09 to 5.7 times as long "
+            "- The padded batch takes 1.08 to 6.1 times as long forward, 1.09 to 5.6 times as long "
             "forward+backward as packed documents."
         ),
-        ("- `flex` takes 1.72 to 20 times as long forward, 1.64 to 13 times as long forward+backward as `ds_sparse`."),
+        ("- `flex` takes 1.66 to 20 times as long forward, 1.56 to 13 times as long forward+backward as `ds_sparse`."),
         (
-            "| window 128, causal | 54 of 28 to 4,725 | 12, 32,768, 64 | 0.0871 / 0.358 | 2.7 / 2.9 | 1.92 "
-            "/ 2.1 | 2.2 / 1.93 |"
+            "| window 128, causal | 54 of 28 to 4,725 | 12, 32,768, 64 | 0.105 / 0.406 | 2.2 / 2.6 | 1.60 "
+            "/ 1.83 | 2.5 / 1.91 |"
         ),
     ],
     "tokens-4k-cpu": [

@@ -59,7 +59,15 @@ def test_curves_end_at_the_means_that_the_table_has():
     masked, genes, *_ = gains.draw_curves(gains.DNA).axes
     assert (masked.get_ylabel(), genes.get_ylabel()) == ("held-out loss of masked bases", "held-out loss of genes")
     (plot,) = gains.GAINS["dna"].draw(gains.DNA).axes
-    assert [round(bar.get_width(), 1) for bar in plot.patches] == [85.2, 87.0, 87.4, 87.9, 89.8, 82.5]
+    assert [round(bar.get_width(), 1) for bar in plot.patches] == [85.4, 87.2, 87.4, 87.9, 89.5, 82.5]
+
+
+def test_copies_are_a_line_over_distance_and_one_for_bases_without_a_copy():
+    (plot,) = gains.draw_copies(gains.COPIES).axes
+    lines = {line.get_label(): line.get_ydata() for line in plot.get_lines()}
+    windows, elsewhere = lines["bslongformer-16384"], plot.get_lines()[2].get_ydata()
+    assert len(windows) == 7 and windows[0] > 80 and max(lines["dense-16384"]) < 45
+    assert [round(part, 1) for part in elsewhere] == [44.0, 44.0]
 
 
 def test_files_told_have_a_mark_for_what_is_shown(monkeypatch, tmp_path):
