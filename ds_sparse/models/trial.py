@@ -93,16 +93,19 @@ def in_trial(model: nn.Module, run: Callable[[], T]) -> T:
     modules that a closure holds. Fake tensors there would be in every later forward, so these are put back. What `run`
     returns holds none.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    alive, before = weakref.ref(mode), [_Place(place) for place in _places(model)]
+    modes = [FakeTensorMode(allow_non_fake_inputs=True)]
+    alive, before = weakref.ref(modes[0]), [_Place(place) for place in _places(model)]
     try:
-        with _quiet(), mode, torch.device("cpu"), torch.no_grad():
+        with _quiet(), modes[0], torch.device("cpu"), torch.no_grad():
             return run()
     except Exception as error:
+        modes.clear()
         _clear_frames(error)
+        if _is_alive(alive, 1):
+            _drop_frames(error)
         raise
     finally:
-        del mode
+        modes.clear()
         if _is_alive(alive):
             _forget(model, alive, before)
 
@@ -124,9 +127,16 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _is_alive(mode: Callable[[], FakeTensorMode | None]) -> bool:
+def _drop_frames(error: BaseException | None) -> None:
+    """A frame keeps its function, and with it what that closes over, as the function of a generator does."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _is_alive(mode: Callable[[], FakeTensorMode | None], generations: int = 3) -> bool:
     """Tells whether there is a fake tensor of a mode, as far as is known: each holds it."""
-    for generation in range(3):  # the youngest objects first, as looking at all takes a second
+    for generation in range(generations):  # the youngest objects first, as looking at all takes a second
         if mode() is not None:
             gc.collect(generation)
     return mode() is not None

@@ -193,7 +193,8 @@ class IndexerAttention(LearnedChoice):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have the loss without its graph, which none can have."""
         state = super().__getstate__()
-        return state | {"_buffers": self._buffers | {"loss": self.loss.detach()}}
+        # Another tensor where it has to be one: who copies may have put its copy down.
+        return state | {"_buffers": self._buffers | {"loss": self.loss.detach()}} if self.loss.requires_grad else state
 
 
 def indexer_loss(
