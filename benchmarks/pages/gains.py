@@ -14,6 +14,7 @@ from benchmarks.models import attentions
 from benchmarks.models.attentions import FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from benchmarks.models.results import longest_of
 from benchmarks.train import results as train_results
+from benchmarks.train.results import BY_COPY, WITHOUT_COPY
 
 from .axes import OURS, PLAIN, TEXT, THEIRS, axes, legend_below, several_axes
 from .claims import (
@@ -39,9 +40,6 @@ from .continued import draw_continued
 from .documents import draw_shown
 from .recall import draw_recall, recall_tables
 from .tables import results_of, sources, trained
-
-COPIED = "copied_"
-"""What the names of measures by the distance of a copy begin with."""
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -204,11 +202,9 @@ def draw_copies(runs: Sequence[str]) -> Figure:
     ((_, arms),) = train_results.arms_by_case(trained(runs)).items()
     figure, plot = axes()
     for arm, colour in zip(arms, arm_colours(arms)):
-        named = {
-            name.removeprefix(COPIED): 100 * part for name, part in arm.measures.items() if name.startswith(COPIED)
-        }
-        plot.axhline(named.pop("none"), color=colour, linestyle="--", linewidth=1)
-        distances = [f"{int(distance):,}" for distance in named]
+        named = {name: 100 * part for name, part in arm.measures.items() if name.startswith(BY_COPY)}
+        plot.axhline(named.pop(WITHOUT_COPY), color=colour, linestyle="--", linewidth=1)
+        distances = [f"{int(name.removeprefix(BY_COPY)):,}" for name in named]
         plot.plot(distances, list(named.values()), color=colour, marker="o", markersize=4, label=arm.name)
     plot.set_xlabel("the same bases stand away, bases, to below twice that", color=TEXT)
     plot.set_ylabel("masked bases that are named, percent", color=TEXT)

@@ -13,7 +13,7 @@ from .dna import HELD_OUT, TRAINING, MaskedBases, Windows, make_masked, masked, 
 from .genomes import VOCABULARY, N
 from .models import LOCAL_GLOBAL, attention_of
 from .recall_texts import doublings
-from .results import DENSE, Case
+from .results import BY_COPY, DENSE, WITHOUT_COPY, Case
 from .tasks import IGNORED, log_frequencies
 from .trainer import Phase, Task
 
@@ -71,8 +71,8 @@ class Copies(MaskedBases):
         """The part of masked bases that is named, by how far away the same stretch stands."""
         losses, right = self.predictions()
         parts = {int(one): right.numpy()[self.distances == one].mean() for one in np.unique(self.distances)}
-        elsewhere = {"copied_none": float(parts.pop(ELSEWHERE))}
-        by_distance = {f"copied_{distance}": float(part) for distance, part in parts.items()}
+        elsewhere = {WITHOUT_COPY: float(parts.pop(ELSEWHERE))}
+        by_distance = {f"{BY_COPY}{distance}": float(part) for distance, part in parts.items()}
         return {"masked_loss": losses.mean().item()} | by_distance | elsewhere
 
 

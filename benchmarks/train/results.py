@@ -380,11 +380,14 @@ def answered_tables(case: Case, arms: Sequence[Arm]) -> dict[str, Table]:
     return shown_tables(case, of_files) if of_files else distance_tables(case, arms)
 
 
+BY_COPY, WITHOUT_COPY = "copied_", "copied_none"
+"""The beginning of measures by the distance of a copy, and that of what has none."""
+
 LOSSES = {
     "place_": "held-out loss by place in the document, from so many tokens on to the next column's",
     "name_": "held-out loss of names, the sum over their tokens, by how many tokens ago they were seen, likewise; new: "
     "not in the document before",
-    "copied_": "part of masked bases that is named, by how far away the same bases stand, likewise; none: not copied",
+    BY_COPY: "part of masked bases that is named, by how far away the same bases stand, likewise; none: not copied",
 }
 """Beginnings of measures that have a table of their own, and what it says."""
 

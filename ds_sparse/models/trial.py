@@ -93,16 +93,18 @@ def in_trial(model: nn.Module, run: Callable[[], T]) -> T:
     modules that a closure holds. Fake tensors there would be in every later forward, so these are put back. What `run`
     returns holds none.
     """
-    modes = [FakeTensorMode(allow_non_fake_inputs=True)]
+    modes = [FakeTensorMode(allow_non_fake_inputs=True)]  # emptied before it is asked who else holds it
     alive, before = weakref.ref(modes[0]), [_Place(place) for place in _places(model)]
     try:
         with _quiet(), modes[0], torch.device("cpu"), torch.no_grad():
             return run()
     except Exception as error:
         modes.clear()
-        _clear_frames(error)
-        if _is_alive(alive, 1):
-            _drop_frames(error)
+        for each in _behind(error):  # it keeps the variables of the frames that it has gone through
+            traceback.clear_frames(each.__traceback__)
+        if _is_alive(alive, 1):  # and a frame its function, with what that closes over, as that of a generator does
+            for each in _behind(error):
+                each.__traceback__ = None
         raise
     finally:
         modes.clear()
@@ -120,17 +122,10 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """An error keeps the variables of the frames that it has gone through."""
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and those that it came of."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """A frame keeps its function, and with it what that closes over, as the function of a generator does."""
-    while error is not None:
-        error.__traceback__ = None
+        yield error
         error = error.__cause__ or error.__context__
 
 

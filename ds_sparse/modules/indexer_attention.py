@@ -193,7 +193,7 @@ class IndexerAttention(LearnedChoice):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have the loss without its graph, which none can have."""
         state = super().__getstate__()
-        # Another tensor where it has to be one: who copies may have put its copy down.
+        # The same tensor where it has no graph: who copies may have chosen its copy, by deepcopy's memo.
         return state | {"_buffers": self._buffers | {"loss": self.loss.detach()}} if self.loss.requires_grad else state
 
 

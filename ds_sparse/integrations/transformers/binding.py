@@ -272,7 +272,8 @@ seen_operands: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.W
 """The number of key heads and the size of heads that a layer had in a trial."""
 
 seen_options: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""The options that a layer gave its attention in a trial, as in training: numbers, and True in the place of tensors."""
+"""The options that a layer gave its attention in a trial, as in training: numbers, and True in the place of tensors
+and modules."""
 
 seen_across: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that were seen in a trial to attend to another sequence than that of their queries, as where a learned

@@ -288,9 +288,9 @@ def _note(
     if causal and not is_causal(module):
         seen_causal.add(module)
     heads[module], seen_operands[module] = query.shape[1], (key.shape[1], key.shape[3])
-    # A module of the copy would keep its fake tensors.
-    given = {name: x for name, x in options.items() if name not in ("key_padding_mask", "learned") and x is not None}
-    seen_options[module] = {name: True if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    given = {name: x for name, x in options.items() if name != "key_padding_mask" and x is not None}
+    kept = {name: True if isinstance(x, torch.Tensor | nn.Module) else x for name, x in given.items()}
+    seen_options[module] = kept  # without fake tensors, which the copy's modules have, too
     return torch.empty_like(query)
 
 
