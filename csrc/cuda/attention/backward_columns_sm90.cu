@@ -23,7 +23,7 @@ constexpr bool kGradQueryApart = kWithQueries && ColumnsTuning<kHeadDim>::kHasTh
 template <class T, int kHeadDim, Scores kScores, class Tuned = ColumnsTuning<kHeadDim, pair_bias_of(kScores)>>
 struct Memory : BiasTiles<T, pair_bias_of(kScores), kBlockN, kHopperBlockM, Tuned::kStages> {
   using Tuning = Tuned;
-  static constexpr bool kLimited = are_limited(kScores);
+  static constexpr Limits kLimits = limits_of(kScores);
   static constexpr int kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages, kOwnStages = Tuning::kOwnStages;
   static constexpr int kGradScoreStages = Tuning::kGradScoreStages;
   struct Stage {
@@ -40,8 +40,8 @@ struct Memory : BiasTiles<T, pair_bias_of(kScores), kBlockN, kHopperBlockM, Tune
   float row_stats[kStages][4][kBlockN];  // members of RowStats
   Octet groups[kStages][kBlockN / 16];
   LiveGroups live[kStages][LiveGroupFinder::kWarpTiles];
-  alignas(16) PairsOfStep<kBlockN, kLimited> pairs[kStages];
-  WorkItemOf<kLimited> work_items[kWorkStages];
+  alignas(16) PairsOfStep<kBlockN, kLimits> pairs[kStages];
+  WorkItemOf<kLimits> work_items[kWorkStages];
   Barrier work_full[kWorkStages], kv_full[kWorkStages],
       work_empty[kWorkStages];  // full but for keys and values; with them
   Barrier own_empty[kOwnStages];
@@ -113,7 +113,8 @@ __device__ __forceinline__ void run_scheduler(
 template <class T, int kHeadDim, Scores kScores, bool kOfGrads>
 __device__ __forceinline__ void run_producer(
     const Backward<T>& p, const Sweep<T>& sweep, const MapsOf<kScores>& maps, Memory<T, kHeadDim, kScores>& memory) {
-  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores), kPacked = are_packed(kScores);
+  constexpr bool kPlain = are_plain(kScores), kPacked = are_packed(kScores);
+  constexpr Limits kLimits = limits_of(kScores);
   const int lane = threadIdx.x % 32;
   const TileLists& lists = sweep.lists;
   const Boxes<T, kHeadDim, kBlockN> boxes(lists.log_other);
@@ -135,7 +136,7 @@ __device__ __forceinline__ void run_producer(
           p.scoring.queries,
           nullptr,
           kPacked ? lists.entry_spans + work.first_entry : nullptr};
-      const auto group_mask = GroupMask<kLimited>::template of_warp_tile<true>(p.scoring, lists, item);
+      const auto group_mask = GroupMask<kLimits>::template of_warp_tile<true>(p.scoring, lists, item);
       Listed<kBlockN, kPacked> next(other, 0);
       for (int step = 0; step < steps; ++step, pipe.next()) {
         auto& stage = memory.stages[pipe.index];
@@ -152,7 +153,7 @@ __device__ __forceinline__ void run_producer(
           }
           __syncwarp();
           if (boxes.any) {
-            const int2 place = place_of_rows<kLimited>(p.grad_output.tokens, here.token_in_memory, work.head);
+            const int2 place = place_of_rows<kLimits>(p.grad_output.tokens, here.token_in_memory, work.head);
             boxes.copy(stage.grads, &maps.grad_output, &full, place.x, place.y, work.batch);
             for (int member = boxes.panel; member < members; member += kHeadDim / kPanel) {
               bulk_load(
@@ -167,9 +168,9 @@ __device__ __forceinline__ void run_producer(
           if constexpr (have_pair_bias(kScores)) {
             bytes += BiasBoxes<kBlockN, kHopperBlockM>(lists.log_other, lists.log_block).bytes(memory.biases[0]);
           }
-          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, bytes, lists, work, step);
+          announce_step<kBlockN, kLimits>(memory, pipe.index, full, here, live, bytes, lists, work, step);
           if (boxes.any) {
-            const int2 place = place_of_rows<kLimited>(p.query.tokens, here.token_in_memory, work.head);
+            const int2 place = place_of_rows<kLimits>(p.query.tokens, here.token_in_memory, work.head);
             boxes.copy(stage.queries, &maps.query, &full, place.x, place.y, work.batch);
           }
           if constexpr (have_pair_bias(kScores)) {
@@ -366,8 +367,9 @@ __device__ __forceinline__ void store_gradients(
 template <class T, int kHeadDim, Scores kScores, bool kWithQueries>
 __device__ __forceinline__ void run_consumer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kScores>& memory) {
-  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores), kMayBeBiased = may_be_biased(kScores),
+  constexpr bool kPlain = are_plain(kScores), kMayBeBiased = may_be_biased(kScores),
                  kHasPairBias = have_pair_bias(kScores);
+  constexpr Limits kLimits = limits_of(kScores);
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
@@ -500,7 +502,7 @@ __device__ __forceinline__ void run_consumer(
           subtract_row_maxima<kBlockN>(probs, row_maxima);
         }
         if (!live.is_whole<kBlockN>()) {
-          mask_scores<kBlockN, true, kLimited>(
+          mask_scores<kBlockN, true, kLimits>(
               probs, live, groups, item, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
         }
         const auto inverse_sum_of = [&](int n) { return of_rows(3, n); };

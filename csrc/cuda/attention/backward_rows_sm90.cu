@@ -12,7 +12,7 @@ namespace {
 constexpr int kBlockN = RowsTuning<64>::kBlockN;  // keys in a step
 static_assert(kBlockN == RowsTuning<128>::kBlockN);
 
-template <class T, int kHeadDim, bool kLimited>
+template <class T, int kHeadDim, Limits kLimits>
 struct Memory {
   using Tuning = RowsTuning<kHeadDim>;
   static constexpr int kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages;
@@ -26,8 +26,8 @@ struct Memory {
   Stage stages[kStages];
   Octet groups[kStages][kBlockN / 16];
   LiveGroups live[kStages][LiveGroupFinder::kWarpTiles];
-  alignas(16) PairsOfStep<kBlockN, kLimited> pairs[kStages];
-  WorkItemOf<kLimited> work_items[kWorkStages];
+  alignas(16) PairsOfStep<kBlockN, kLimits> pairs[kStages];
+  WorkItemOf<kLimits> work_items[kWorkStages];
   Barrier q_full[kWorkStages], work_empty[kWorkStages], stage_full[kStages], stage_empty[kStages];
 };
 
@@ -35,17 +35,17 @@ struct Maps {
   CUtensorMap query, grad_output, key, value, grad_query;
 };
 
-template <class T, int kHeadDim, bool kLimited, bool kPacked>
+template <class T, int kHeadDim, Limits kLimits, bool kPacked>
 __device__ __forceinline__ void run_producer(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kLimited>& memory,
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kLimits>& memory,
     TileScheduler scheduler) {
   const int lane = threadIdx.x % 32;
   const TileLists& lists = sweep.lists;
   const Boxes<T, kHeadDim, kHopperBlockM> own_boxes(lists.log_block);
   const Boxes<T, kHeadDim, kBlockN> boxes(lists.log_other);
   const LiveGroupFinder finder(lists);
-  PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
+  PipelineState<Memory<T, kHeadDim, kLimits>::kStages> pipe;
+  PipelineState<Memory<T, kHeadDim, kLimits>::kWorkStages> work_pipe;
   const int work_tiles = lists.count_work_tiles();
   for (int number = blockIdx.x, ticket; number < work_tiles * scheduler.walks;
        number = TileScheduler::tile_of(ticket), work_pipe.next()) {
@@ -72,15 +72,15 @@ __device__ __forceinline__ void run_producer(
     }
     if (token >= 0) {
       const int from = item.template in_memory<kPacked>(own_boxes.tile_row);
-      const int2 place = place_of_rows<kLimited>(p.query.tokens, from, work.head);
+      const int2 place = place_of_rows<kLimits>(p.query.tokens, from, work.head);
       own_boxes.copy(own.queries, &maps.query, &q_full, place.x, place.y, work.batch);
-      const int2 of_grads = place_of_rows<kLimited>(p.grad_output.tokens, from, work.head);
+      const int2 of_grads = place_of_rows<kLimits>(p.grad_output.tokens, from, work.head);
       own_boxes.copy(own.grads, &maps.grad_output, &q_full, of_grads.x, of_grads.y, work.batch);
     }
     if (steps == 0) {
       continue;
     }
-    const auto group_mask = GroupMask<kLimited>::template of_warp_tile<false>(p.scoring, lists, item);
+    const auto group_mask = GroupMask<kLimits>::template of_warp_tile<false>(p.scoring, lists, item);
     Listed<kBlockN, kPacked> next(other, 0);
     for (int step = 0; step < steps; ++step, pipe.next()) {
       auto& stage = memory.stages[pipe.index];
@@ -89,7 +89,7 @@ __device__ __forceinline__ void run_producer(
       next = Listed<kBlockN, kPacked>(other, step + 1);
       const LiveGroups live = finder.template find<kBlockN / 16, false>(here.group, group_mask);
       memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
-      announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, sizeof(stage), lists, work, step);
+      announce_step<kBlockN, kLimits>(memory, pipe.index, full, here, live, sizeof(stage), lists, work, step);
       if (boxes.any) {
         boxes.copy(stage.keys, &maps.key, &full, here.token_in_memory, kv_head, work.batch);
         boxes.copy(stage.values, &maps.value, &full, here.token_in_memory, kv_head, work.batch);
@@ -105,16 +105,17 @@ __device__ __forceinline__ void run_producer(
 
 template <class T, int kHeadDim, Scores kScores>
 __device__ __forceinline__ void run_consumer(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
-  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, limits_of(kScores)>& memory) {
+  constexpr bool kPlain = are_plain(kScores);
+  constexpr Limits kLimits = limits_of(kScores);
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
   const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const bool drops = attention::drops<kScores>(p.scoring), capped = has_softcap<kScores>(p.scoring);
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
   const float of_dropout = drops ? dropout.factor() : 1.0f;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
-  PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
+  PipelineState<Memory<T, kHeadDim, kLimits>::kStages> pipe;
+  PipelineState<Memory<T, kHeadDim, kLimits>::kWorkStages> work_pipe;
   const GmmaDescriptor all_queries(memory.own[0].queries[0] + 64 * warpgroup * kPanel);
   const GmmaDescriptor all_output_grads(memory.own[0].grads[0] + 64 * warpgroup * kPanel);
   const auto& first_stage = memory.stages[0];
@@ -162,7 +163,7 @@ __device__ __forceinline__ void run_consumer(
       finish_scores<T, kBlockN, kPlain>(probs, p.scoring, item, groups);
       if (!live.is_whole<kBlockN>()) {
         add_key_bias<kBlockN, kPlain>(probs, live, groups, p.scoring, work);
-        mask_scores<kBlockN, false, kLimited, are_packed(kScores)>(
+        mask_scores<kBlockN, false, kLimits, are_packed(kScores)>(
             probs, live, groups, item, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
       }
       if (drops) {
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
     const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
     TileScheduler scheduler) {
   extern __shared__ unsigned char shared[];
-  using M = Memory<T, kHeadDim, are_limited(kScores)>;
+  using M = Memory<T, kHeadDim, limits_of(kScores)>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < M::kWorkStages; ++stage) {
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
   run_roles<1, M::Tuning::kProducerRegisters, M::Tuning::kConsumerRegisters>(
       [&](int) { run_consumer<T, kHeadDim, kScores>(p, sweep, maps, memory); },
       [&](int) {
-        run_producer<T, kHeadDim, are_limited(kScores), are_packed(kScores)>(p, sweep, maps, memory, scheduler);
+        run_producer<T, kHeadDim, limits_of(kScores), are_packed(kScores)>(p, sweep, maps, memory, scheduler);
       });
 }
 
@@ -283,7 +284,7 @@ void rows_on_hopper(
         launch, &p.state->row_tickets, sweep.lists, copies, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
           launch.with_shared_memory(
               rows_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<1>,
-              sizeof(Memory<T, kHeadDim, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, scheduler);
+              sizeof(Memory<T, kHeadDim, limits_of(kScores)>) + kPanelAlignment, p, sweep, maps, scheduler);
         });
   });
 }

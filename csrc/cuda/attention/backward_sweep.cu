@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
   const T* second = memory.second + warp_tile * 16 * pitch;
   const int tile_row0 = warp_tile * 16 + lane / 4;
   const int token0 = memory.tokens[tile_row0], token8 = memory.tokens[tile_row0 + 8];
-  using RowMask = TokenMask<kByColumns, !kPlain>;
+  using RowMask = TokenMask<kByColumns, kPlain ? Limits::kNone : Limits::kEither>;
   const RowMask token_mask0(p.scoring, work.batch, work.head, token0),
       token_mask8(p.scoring, work.batch, work.head, token8);
   const int of_warp_tile = memory.tokens[warp_tile * 16 + lane % 16];

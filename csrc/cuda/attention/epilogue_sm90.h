@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_work_tile(
           to.tokens, p.head_dim);
     } else if (threadIdx.x % 32 == 0 && token >= 0) {
       const int2 place =
-          place_of_rows<are_limited(kScores)>(to.tokens, item.in_memory<kPacked>(warp_tile_row()), work.head);
+          place_of_rows<limits_of(kScores)>(to.tokens, item.in_memory<kPacked>(warp_tile_row()), work.head);
 #pragma unroll
       for (int panel = 0; panel < kHeadDim / kPanel; ++panel) {
         tma_store(grad, lines + panel * panel_elements, panel * kPanel, place.x, place.y, work.batch);

@@ -14,7 +14,8 @@ namespace ds_sparse::attention {
 // of their own.
 template <class T, int kHeadDim, Scores kScores, class M>
 struct ForwardConsumer {
-  static constexpr bool kPlain = are_plain(kScores), kLimited = M::kLimited, kMayBeBiased = may_be_biased(kScores);
+  static constexpr bool kPlain = are_plain(kScores), kMayBeBiased = may_be_biased(kScores);
+  static constexpr Limits kLimits = M::kLimits;
   static constexpr int kBlockN = M::kBlockN;
   // A warpgroup multiplies the last probabilities and values while it does a softmax; and the first scores of a work
   // tile while it ends the last, if that may still have its stage.
@@ -51,7 +52,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ ForwardConsumer(const Forward<T>& p, M& memory, int consumer_group)
       : p(p), memory(memory), consumer_group(consumer_group) {}
 
-  __device__ __forceinline__ const WorkItemOf<kLimited>& item() const { return memory.work_items[work_pipe.index]; }
+  __device__ __forceinline__ const WorkItemOf<kLimits>& item() const { return memory.work_items[work_pipe.index]; }
 
   // The mainloop's products.
 
@@ -173,10 +174,10 @@ struct ForwardConsumer {
       } else {
         add_key_bias<kBlockN, kPlain && !M::kHasPairBias>(scores, live, groups, p.scoring, item().work);
       }
-      mask_scores<kBlockN, false, kLimited, M::kPacked, kMayBeBiased>(
+      mask_scores<kBlockN, false, kLimits, M::kPacked, kMayBeBiased>(
           scores, live, groups, item(), p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
 
-      if (kLimited && p.lists.pairs != nullptr) {
+      if (by_window(kLimits) && p.lists.pairs != nullptr) {
         // Pairs are overwritten when keys are freed, which may be the next thing that happens.
         fence_view_async_shared();
       }

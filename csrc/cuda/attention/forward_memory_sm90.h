@@ -23,7 +23,8 @@ struct alignas(kPanelAlignment) ForwardMemory
   static constexpr int kRows = 64 * Tuning::kWarpgroups, kGroupThreads = 2 * kRows;
   static constexpr bool kOverlaps = kByHalves || Tuning::kConsumerGroups == 1;
   static constexpr int kThreads = kHopperThreads<Tuning::kConsumerGroups, kGroupThreads>;
-  static constexpr bool kLimited = are_limited(kScores), kPacked = are_packed(kScores);
+  static constexpr bool kPacked = are_packed(kScores);
+  static constexpr Limits kLimits = limits_of(kScores);
   struct Stage {
     Panels<T, kHeadDim, kBlockN> keys, values;
   };
@@ -32,8 +33,8 @@ struct alignas(kPanelAlignment) ForwardMemory
   Octet groups[kStages][kBlockN / 16];
   LiveGroups live[kStages][LiveGroupFinder::kWarpTiles];
   RowMaxSum row_max_sums[kWorkStages][kByHalves ? 1 : kRows];  // of results
-  alignas(16) PairsOfStep<kBlockN, kLimited> pairs[kStages];
-  WorkItemOf<kLimited> work_items[kWorkStages];
+  alignas(16) PairsOfStep<kBlockN, kLimits> pairs[kStages];
+  WorkItemOf<kLimits> work_items[kWorkStages];
   Barrier work_full[kWorkStages], q_full[kWorkStages],
       work_empty[kWorkStages];  // full but for the queries; with them; done with
   Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];

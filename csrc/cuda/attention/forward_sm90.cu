@@ -39,8 +39,7 @@ __device__ __forceinline__ void run_scheduler(
     if constexpr (M::kPacked) {
       store_packed_tile(output_maps, boxes, memory.queries[work_pipe.index], item, p.output, p.head_dim);
     } else if (boxes.any && item.tokens[first_row + boxes.tile_row] >= 0) {
-      const int2 place =
-          place_of_rows<M::kLimited>(p.output.tokens, item.tokens[first_row + boxes.tile_row], work.head);
+      const int2 place = place_of_rows<M::kLimits>(p.output.tokens, item.tokens[first_row + boxes.tile_row], work.head);
       boxes.store(&output_maps.box, memory.queries[work_pipe.index], place.x, place.y, work.batch);
       tma_store_arrive();
     }
@@ -99,7 +98,7 @@ __device__ __forceinline__ void run_scheduler(
     }
     if (token >= 0) {
       const int from = item.template in_memory<M::kPacked>(first_row + boxes.tile_row);
-      const int2 place = place_of_rows<M::kLimited>(p.query.tokens, from, work.head);
+      const int2 place = place_of_rows<M::kLimits>(p.query.tokens, from, work.head);
       boxes.copy(memory.queries[work_pipe.index], query_map, &full, place.x, place.y, work.batch);
     }
     number = TileScheduler::tile_of(ticket);
@@ -121,7 +120,7 @@ __device__ __forceinline__ void run_producer(
     const Forward<T>& p, M& memory, const CUtensorMap* key_map, const CUtensorMap* value_map,
     const BiasMap<pair_bias_of(kScores)>& bias_map, int half) {
   constexpr int kBlockN = M::kBlockN;
-  constexpr bool kLimited = M::kLimited;
+  constexpr Limits kLimits = M::kLimits;
   const int lane = threadIdx.x % 32;
   const Boxes<T, kHeadDim, kBlockN> boxes(p.lists.log_other);
   const LiveGroupFinder finder(p.lists);
@@ -142,7 +141,7 @@ __device__ __forceinline__ void run_producer(
         p.scoring.keys,
         p.scoring.key_states_of(batch, item.work.head),
         M::kPacked ? p.lists.entry_spans + item.work.first_entry : nullptr};
-    const auto group_mask = GroupMask<kLimited>::template of_warp_tile<false>(p.scoring, p.lists, item);
+    const auto group_mask = GroupMask<kLimits>::template of_warp_tile<false>(p.scoring, p.lists, item);
 
     // By one warp, values come after the next step's keys: these are needed sooner, and their space is free sooner.
     auto last = pipe;
@@ -179,7 +178,7 @@ __device__ __forceinline__ void run_producer(
           if constexpr (M::kHasPairBias) {
             bytes += BiasBoxes<kHopperBlockM, kBlockN>(p.lists.log_block, p.lists.log_other).bytes(memory.biases[0]);
           }
-          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, bytes, p.lists, item.work, step);
+          announce_step<kBlockN, kLimits>(memory, pipe.index, full, here, live, bytes, p.lists, item.work, step);
           if (boxes.any) {
             boxes.copy(memory.stages[pipe.index].keys, key_map, &full, here.token_in_memory, head, batch);
           }

@@ -119,7 +119,7 @@ struct LiveOctets {
 
 // The view that a token of one side has of the other, element by element. kTransposed: the token is a key. Where it
 // does not exist, -1, nobody looks.
-template <bool kTransposed, bool kWindow>
+template <bool kTransposed, Limits kLimits>
 struct TokenMask {
   Range range, global;
   const int32_t* places;  // null: causality does not go by them
@@ -133,7 +133,7 @@ struct TokenMask {
 
   // limits and place: the token's, as a window has them.
   __device__ __forceinline__ TokenMask(const Scoring& scoring, int batch, int head, int token, Range limits, int place)
-      : range(scoring.template range_of<kTransposed, kWindow>(batch, token)),
+      : range(scoring.template range_of<kTransposed, kLimits>(batch, token)),
         global{0, 0},
         places(nullptr),
         place(place),
@@ -141,11 +141,11 @@ struct TokenMask {
         chosen(nullptr),
         first_word(0),
         own(max(token, 0)) {
-    if constexpr (kWindow) {
-      if (scoring.chosen.bits != nullptr) {
-        chosen = &scoring.chosen;
-        first_word = chosen->first_word(batch, head);
-      }
+    if (by_choice(kLimits) && scoring.chosen.bits != nullptr) {
+      chosen = &scoring.chosen;
+      first_word = chosen->first_word(batch, head);
+    }
+    if constexpr (by_window(kLimits)) {
       global = Range{0, scoring.window.num_global}.within(range);
       range = limits.within(range);
       places = scoring.goes_by_places() ? scoring.window.places_of(head) : nullptr;
@@ -154,7 +154,9 @@ struct TokenMask {
   }
 
   // But for causality by places.
-  __device__ __forceinline__ bool has(int token) const { return range.has(token) | (kWindow && global.has(token)); }
+  __device__ __forceinline__ bool has(int token) const {
+    return range.has(token) | (by_window(kLimits) && global.has(token));
+  }
   __device__ __forceinline__ bool is_in_order(int token) const {
     return places == nullptr ||
            (kTransposed ? place <= places[min(token, length - 1)] : places[min(token, length - 1)] <= place);
@@ -162,7 +164,7 @@ struct TokenMask {
 
   // Tells if the query of the two has chosen the key's block.
   __device__ __forceinline__ bool has_chosen(int token) const {
-    if (!kWindow || chosen == nullptr) {
+    if (!by_choice(kLimits) || chosen == nullptr) {
       return true;
     }
     const int other = max(0, min(token, range.end - 1));
@@ -184,8 +186,8 @@ struct TokenMask {
   }
   // Tells if eight neighbouring tokens are all seen, so that none has to be looked at.
   __device__ __forceinline__ bool has_all(int token) const {
-    return places == nullptr && (!kWindow || chosen == nullptr || !chosen->differs_in_warp_tile()) &&
-           (range.has(token, 8) || (kWindow && global.has(token, 8)));
+    return places == nullptr && (!by_choice(kLimits) || chosen == nullptr || !chosen->differs_in_warp_tile()) &&
+           (range.has(token, 8) || (by_window(kLimits) && global.has(token, 8)));
   }
 };
 

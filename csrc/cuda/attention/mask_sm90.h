@@ -10,7 +10,7 @@ namespace ds_sparse::attention {
 
 // The view that the 16 rows of a warp tile have of the other side: all see the tokens in `all` and, with a window, the
 // first `all_global`; none of them others than these global ones and those in `any`.
-template <bool kLimited>
+template <Limits kLimits>
 struct GroupMask {
   Range all, any, all_global;
   int num_global;
@@ -18,14 +18,14 @@ struct GroupMask {
   // A warp tile's for each of the first lanes.
   template <bool kTransposed>
   static __device__ __forceinline__ GroupMask
-  of_warp_tile(const Scoring& scoring, const TileLists& lists, const WorkItemOf<kLimited>& item) {
+  of_warp_tile(const Scoring& scoring, const TileLists& lists, const WorkItemOf<kLimits>& item) {
     const int tile_row = threadIdx.x % (kHopperBlockM / 16) * 16, first = item.tokens[tile_row];
     // The range of the row to which causality leaves least.
     const Range range =
         first < 0 ? Range{0, kTransposed ? scoring.queries : scoring.keys}
-                  : scoring.template range_of<kTransposed, kLimited>(item.work.batch, kTransposed ? first + 15 : first);
+                  : scoring.template range_of<kTransposed, kLimits>(item.work.batch, kTransposed ? first + 15 : first);
     GroupMask group_mask{range, {0, 0}, {0, 0}, 0};
-    if constexpr (kLimited) {
+    if constexpr (by_window(kLimits)) {
       const WindowLimits& window = scoring.window;
       group_mask.any = {INT32_MAX, 0};
       for (int i = tile_row; i < tile_row + 16; ++i) {
@@ -37,19 +37,22 @@ struct GroupMask {
       }
       group_mask.num_global = window.num_global;
       group_mask.all_global = Range{0, window.num_global}.within(range);
-      if (scoring.goes_by_places() || lists.pairs != nullptr || scoring.chosen.differs_in_warp_tile()) {
+      if (scoring.goes_by_places() || lists.pairs != nullptr) {
         group_mask.all = group_mask.all_global = {0, 0};
       }
+    }
+    if (by_choice(kLimits) && scoring.chosen.differs_in_warp_tile()) {
+      group_mask.all = group_mask.all_global = {0, 0};
     }
     return group_mask;
   }
 
   // A group of 16 tokens: whether no element has to be looked at; whether any may count.
   __device__ __forceinline__ bool is_whole(int token) const {
-    return all.has(token, 16) || (kLimited && all_global.has(token, 16));
+    return all.has(token, 16) || (by_window(kLimits) && all_global.has(token, 16));
   }
   __device__ __forceinline__ bool reaches(int token) const {
-    return !kLimited || token < num_global || (token < any.end && token + 16 > any.first);
+    return !by_window(kLimits) || token < num_global || (token < any.end && token + 16 > any.first);
   }
 };
 
@@ -87,8 +90,8 @@ struct LiveGroupFinder {
   __device__ __forceinline__ uint32_t of_half(int half) const { return __shfl_sync(0xffffffffu, warpgroup, 4 * half); }
 
   // `group`: in lane g the g-th. kTellsPart: of those that are ragged, whether a bias alone makes them so.
-  template <int kGroups, bool kTellsPart, bool kLimited>
-  __device__ __forceinline__ LiveGroups find(const Octet& group, const GroupMask<kLimited>& group_mask) const {
+  template <int kGroups, bool kTellsPart, Limits kLimits>
+  __device__ __forceinline__ LiveGroups find(const Octet& group, const GroupMask<kLimits>& group_mask) const {
     LiveGroups live{0};
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {

@@ -43,11 +43,11 @@ struct Boxes {
 };
 
 // Coordinates of rows in a tensor map, beside the column and the batch: token and head, or, where there are several
-// rows a token, which are heads, the first head and the token. kLimited: there may be.
-template <bool kLimited>
+// rows a token, which are heads, the first head and the token: where blocks may be chosen.
+template <Limits kLimits>
 __device__ __forceinline__ int2 place_of_rows(const TokenStrides& tokens, int number, int head) {
-  return kLimited && tokens.log_rows > 0 ? make_int2(head << tokens.log_rows, number >> tokens.log_rows)
-                                         : make_int2(number, head);
+  return by_choice(kLimits) && tokens.log_rows > 0 ? make_int2(head << tokens.log_rows, number >> tokens.log_rows)
+                                                   : make_int2(number, head);
 }
 
 // What the list says of a step's groups of 16 tokens, by a producer warp: of each in one of the first lanes. It is left
@@ -143,8 +143,8 @@ struct Gathered {
 };
 
 // The pairs of a step's blocks of 64 tokens that count, where they are given one by one.
-template <int kTokens, bool kLimited>
-using PairsOfStep = uint2[kLimited ? kTokens / 64 : 1][kLimited ? kHopperBlockM : 1];
+template <int kTokens, Limits kLimits>
+using PairsOfStep = uint2[by_window(kLimits) ? kTokens / 64 : 1][by_window(kLimits) ? kHopperBlockM : 1];
 
 // Brings them, by a producer warp, to where `full` waits for so many more bytes.
 template <int kTokens>
@@ -153,7 +153,7 @@ __device__ __forceinline__ int bytes_of_pairs(const TileLists& lists) {
 }
 template <int kTokens>
 __device__ __forceinline__ void copy_pairs(
-    PairsOfStep<kTokens, true>& to, const TileLists& lists, const WorkTile& work, int step, Barrier* full) {
+    PairsOfStep<kTokens, Limits::kWindow>& to, const TileLists& lists, const WorkTile& work, int step, Barrier* full) {
   const int lane = threadIdx.x % 32;
   if (lists.pairs != nullptr && lane < kTokens / 64) {
     const int entry = work.first_entry + min(step * (kTokens / 64) + lane, work.num_entries - 1);
@@ -164,7 +164,7 @@ __device__ __forceinline__ void copy_pairs(
 
 // Writes what a step is about, by a producer warp, and makes `full` wait for so many bytes and, where they are given,
 // for the step's pairs, whose copy it starts.
-template <int kTokens, bool kLimited, bool kPacked, class M>
+template <int kTokens, Limits kLimits, bool kPacked, class M>
 __device__ __forceinline__ void announce_step(
     M& memory, int stage, Barrier& full, const Gathered<kTokens, kPacked>& here, const LiveGroups& live, int bytes,
     const TileLists& lists, const WorkTile& work, int step) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void announce_step(
   if (lane == 0) {
     full.arrive_and_expect_tx(bytes + bytes_of_pairs<kTokens>(lists));
   }
-  if constexpr (kLimited) {
+  if constexpr (by_window(kLimits)) {
     copy_pairs<kTokens>(memory.pairs[stage], lists, work, step, &full);
   }
 }

@@ -85,7 +85,7 @@ __device__ void for_each_seen(
             other_block = 1 << lists.log_other;
   const int places = lists.tiles_per_head * lists.block_rows_per_tile;
   const int first_place = lists.layout_of(batch, head) * places;
-  const TokenMask<kTransposed, true> token_mask(scoring, batch, head, token);
+  const TokenMask<kTransposed, Limits::kEither> token_mask(scoring, batch, head, token);
   int place = -1;
   for (int first = 0; first < places && place < 0; first += 32) {
     const int mine = first + lane;

@@ -95,10 +95,10 @@ struct WorkItem {
 };
 
 // And what its tokens see of a window, where kernels serve that; everything where there is none.
-template <bool kLimited>
+template <Limits kLimits>
 struct WorkItemOf : WorkItem {
-  Range limits[kLimited ? kHopperBlockM : 1];
-  int places[kLimited ? kHopperBlockM : 1];
+  Range limits[by_window(kLimits) ? kHopperBlockM : 1];
+  int places[by_window(kLimits) ? kHopperBlockM : 1];
 
   // By the scheduler warp.
   template <bool kPacked = false>
@@ -107,7 +107,7 @@ struct WorkItemOf : WorkItem {
     for (int tile_row = threadIdx.x % 32; tile_row < kHopperBlockM; tile_row += 32) {
       const int token = lists.token<kPacked>(next.tile, next.sub_tile, tile_row, length);
       tokens[tile_row] = token;
-      if constexpr (kLimited) {
+      if constexpr (by_window(kLimits)) {
         limits[tile_row] = scoring.limits_of(next.head, token);
         places[tile_row] = scoring.place_of(next.head, token);
       }
@@ -124,8 +124,8 @@ struct WorkItemOf : WorkItem {
   }
 
   template <bool kTransposed>
-  __device__ __forceinline__ TokenMask<kTransposed, kLimited> mask_of(int tile_row, const Scoring& scoring) const {
-    if constexpr (kLimited) {
+  __device__ __forceinline__ TokenMask<kTransposed, kLimits> mask_of(int tile_row, const Scoring& scoring) const {
+    if constexpr (by_window(kLimits)) {
       return {scoring, work.batch, work.head, tokens[tile_row], limits[tile_row], places[tile_row]};
     }
     return {scoring, work.batch, work.head, tokens[tile_row], {}, 0};

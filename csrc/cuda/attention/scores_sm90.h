@@ -12,13 +12,18 @@
 namespace ds_sparse::attention {
 
 // The kinds of scores that kernels are made for: products times a positive number, which exponents can take with them,
-// or masked; the same with documents packed in a row; with dropout, and biases of keys; limited token by token; all
-// else; with biases of keys alone, or capped; and with a bias of pairs in tiles, or by distance, and perhaps of keys.
-enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions, kBiased, kTiled, kByDistance };
+// or masked; the same with documents packed in a row; with dropout, and biases of keys; limited token by token; with
+// blocks chosen; all else; with biases of keys alone, or capped; and with a bias of pairs in tiles, or by distance, and
+// perhaps of keys.
+enum class Scores { kPlain, kPacked, kDropped, kLimited, kChosen, kOptions, kBiased, kTiled, kByDistance };
 constexpr bool are_packed(Scores scores) { return scores == Scores::kPacked; }
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
-// By a window or pair by pair, perhaps.
-constexpr bool are_limited(Scores scores) { return scores == Scores::kLimited || scores == Scores::kOptions; }
+constexpr Limits limits_of(Scores scores) {
+  return scores == Scores::kLimited   ? Limits::kWindow
+         : scores == Scores::kChosen  ? Limits::kChosen
+         : scores == Scores::kOptions ? Limits::kEither
+                                      : Limits::kNone;
+}
 constexpr PairBias pair_bias_of(Scores scores) {
   return scores == Scores::kTiled        ? PairBias::kTile
          : scores == Scores::kByDistance ? PairBias::kStrips
@@ -93,10 +98,10 @@ __device__ __forceinline__ void finish_scores(
 // see. Without branches within a group, as all lanes go through it anyway. pairs: of the step; null: all that the row
 // sees. kPacked: groups at the end of a document may have fewer than 16. kToldPart: those that are ragged by a bias
 // alone are told apart, and need no look.
-template <int kBlockN, bool kTransposed, bool kLimited, bool kPacked = false, bool kToldPart = false>
+template <int kBlockN, bool kTransposed, Limits kLimits, bool kPacked = false, bool kToldPart = false>
 __device__ __forceinline__ void mask_scores(
-    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const WorkItemOf<kLimited>& item,
-    const Scoring& scoring, const uint2 (*pairs)[kLimited ? kHopperBlockM : 1]) {
+    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const WorkItemOf<kLimits>& item,
+    const Scoring& scoring, const uint2 (*pairs)[by_window(kLimits) ? kHopperBlockM : 1]) {
   constexpr uint32_t all = (1u << kBlockN / 16) - 1;
   if (live.warp_tile() != all) {
 #pragma unroll
@@ -104,7 +109,7 @@ __device__ __forceinline__ void mask_scores(
       scores[i] = live.warp_tile() >> i / 8 & 1 ? scores[i] : -kInfinity;
     }
   }
-  if constexpr (kLimited) {
+  if constexpr (by_window(kLimits)) {
     if (pairs != nullptr) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -157,13 +162,15 @@ __device__ __forceinline__ void mask_scores(
         keep(half, [&](const Octet&) { return [&](int token) { return token_mask.has(token); }; });
       }
     }
-    if constexpr (kLimited) {
+    if constexpr (by_window(kLimits)) {
       if (scoring.goes_by_places()) {
         for (int half = 0; half < 2; ++half) {
           const auto token_mask = item.template mask_of<kTransposed>(lane_row() + 8 * half, scoring);
           keep(half, [&](const Octet&) { return [&](int token) { return token_mask.is_in_order(token); }; });
         }
       }
+    }
+    if constexpr (by_choice(kLimits)) {
       if (scoring.chosen.differs_in_warp_tile()) {
         for (int half = 0; half < 2; ++half) {
           const auto token_mask = item.template mask_of<kTransposed>(lane_row() + 8 * half, scoring);
@@ -245,7 +252,8 @@ constexpr float kLeastPlainCap = 1e-30f, kLargestPlainCap = 1e4f, kLargestScaleT
 template <class F>
 void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
   const auto with_options = [&](auto padded) {
-    const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr || scoring.chosen.bits != nullptr;
+    const bool chosen = scoring.chosen.bits != nullptr;
+    const bool limited = chosen || scoring.window.limits != nullptr || lists.pairs != nullptr;
     const bool has_far_softcap =
         scoring.softcap > 0 && (scoring.softcap < kLeastPlainCap || scoring.softcap > kLargestPlainCap ||
                                 scoring.scale / scoring.softcap > kLargestScaleToCap);
@@ -261,6 +269,8 @@ void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head
         (scoring.drops() && scoring.softcap > 0) || has_far_softcap ||
         scoring.dropout_threshold > Dropout::kLargestHalf) {
       f(padded, std::integral_constant<Scores, Scores::kOptions>{});
+    } else if (chosen) {
+      f(padded, std::integral_constant<Scores, Scores::kChosen>{});
     } else if (limited) {
       f(padded, std::integral_constant<Scores, Scores::kLimited>{});
     } else if (scoring.drops()) {

@@ -106,6 +106,12 @@ struct ChosenBlocks {
   }
 };
 
+// What may limit the tokens that a token sees, beside lengths and their order: a window or pairs given one by one; the
+// blocks chosen.
+enum class Limits { kNone, kWindow, kChosen, kEither };
+constexpr bool by_window(Limits limits) { return limits == Limits::kWindow || limits == Limits::kEither; }
+constexpr bool by_choice(Limits limits) { return limits == Limits::kChosen || limits == Limits::kEither; }
+
 // The options of scores and probabilities.
 struct Scoring {
   float scale;
@@ -164,9 +170,9 @@ struct Scoring {
                        : Range{0, in_order ? min(token + 1, keys) : keys};
   }
   // The same where queries may have chosen their blocks, and have positions.
-  template <bool kTransposed, bool kLimited>
+  template <bool kTransposed, Limits kLimits>
   __device__ Range range_of(int batch, int token) const {
-    if (!kLimited || chosen.bits == nullptr || !causal) {
+    if (!by_choice(kLimits) || chosen.bits == nullptr || !causal) {
       return range_of<kTransposed>(token);
     }
     const int64_t position = chosen.offset_of(batch);
