@@ -34,7 +34,7 @@ struct Memory : BiasTiles<T, pair_bias_of(kScores), kBlockN, kHopperBlockM, Tune
   };
   Own own[kOwnStages];
   Stage stages[kStages];
-  Panels<T, kBlockN, kHopperBlockM> grad_scores[kGradScoreStages];  // a row for each key; of one step or two
+  Panels<T, kHopperBlockM, kBlockN> grad_scores[kGradScoreStages];  // a row for each query; of one step or two
   // For each warp that multiplies, eight runs of 16 x 8 sums; or rounded results, 16 rows of 64 in one half or two.
   alignas(kPanelAlignment) float4 spaces[kHopperBlockM / 16 + (Tuning::kHasThirdWarpgroup ? 4 : 0)][8][32];
   float row_stats[kStages][4][kBlockN];  // members of RowStats
@@ -207,6 +207,20 @@ __device__ __forceinline__ void add_grad_queries(float4 (&space)[8][32], const f
   }
 }
 
+// Writes a warp tile's gradients of scores (16 keys x 64 queries) to its columns of panels with a row for each query:
+// the left operand of the next product, along the sum.
+template <class T>
+__device__ __forceinline__ void store_grad_scores(
+    Panels<T, kHopperBlockM, kBlockN>& to, int warp_tile, const uint32_t (&rounded)[kBlockN / 16][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < kBlockN / 16; ++j) {
+    store_matrices_transposed(
+        run_of_line(to[warp_tile / kPanel], 16 * j + lane / 16 * 8 + lane % 8, warp_tile % kPanel / 8 + lane / 8 % 2),
+        rounded[j]);
+  }
+}
+
 // sums = what the tile's keys give to the gradients of a step's queries, 64 columns of them.
 template <class T>
 __device__ __forceinline__ void multiply_grad_scores(
@@ -214,8 +228,9 @@ __device__ __forceinline__ void multiply_grad_scores(
   warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < kHopperBlockM / 16; ++k) {
-    constexpr int lines = 16 * kPanel * sizeof(T);
-    Wgmma<T>::template from_shared<64, false, true>(sums, grad_scores.from(k * lines), keys.from(k * lines), k > 0);
+    constexpr int line = kPanel * sizeof(T);
+    Wgmma<T>::template from_shared<64, false>(
+        sums, grad_scores.from(k / 4 * kBlockN * line + k % 4 * 32), keys.from(k * 16 * line), k > 0);
   }
   warpgroup_commit_batch();
 }
@@ -369,6 +384,9 @@ __device__ __forceinline__ void run_consumer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kScores>& memory) {
   constexpr bool kPlain = are_plain(kScores), kMayBeBiased = may_be_biased(kScores),
                  kHasPairBias = have_pair_bias(kScores);
+  // Gradients of probabilities begin at minus delta, as nothing is multiplied while it is read, and nothing else is
+  // done to them: shared memory answers late while products run.
+  constexpr bool kFromDelta = kHeadDim == 128 && kScores != Scores::kDropped && kScores != Scores::kOptions;
   constexpr Limits kLimits = limits_of(kScores);
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
@@ -399,7 +417,7 @@ __device__ __forceinline__ void run_consumer(
       named_barrier_sync<256>(3 - warpgroup);
     }
     if constexpr (kWithQueries) {
-      store_rows_to_panel(memory.grad_scores[ds_pipe.index][0], warp_tile, rounded);
+      store_grad_scores<T>(memory.grad_scores[ds_pipe.index], warp_tile, rounded);
       fence_view_async_shared();
     }
     if constexpr (kGradQueryApart) {
@@ -467,17 +485,30 @@ __device__ __forceinline__ void run_consumer(
         const auto of_rows = [&](int member, int n) {
           return *reinterpret_cast<const float2*>(memory.row_stats[pipe.index][member] + 8 * n + lane % 4 * 2);
         };
+        float2 row_maxima[kBlockN / 8];
+        const auto read_row_maxima = [&]() {
+#pragma unroll
+          for (int n = 0; n < kBlockN / 8; ++n) {
+            row_maxima[n] = of_rows(kPlain && !(kMayBeBiased && scaled) ? 0 : 2, n);
+          }
+        };
+        if constexpr (kFromDelta) {
+          read_row_maxima();
+#pragma unroll
+          for (int i = 0; i < kBlockN / 2; ++i) {
+            const float2 delta = of_rows(1, i / 4);
+            grads[i] = i % 2 ? -delta.y : -delta.x;
+          }
+          warpgroup_fence_operand(grads);
+        }
         warpgroup_arrive();
         const uint32_t here = uniform(pipe.index * sizeof(first_stage));
         multiply_rows<T, kHeadDim, kBlockN, kBlockN>(probs, keys, queries + here);
         warpgroup_commit_batch();
-        multiply_rows<T, kHeadDim, kBlockN, kBlockN>(grads, values, output_grads + here);
+        multiply_rows<T, kHeadDim, kBlockN, kBlockN>(grads, values, output_grads + here, kFromDelta);
         warpgroup_commit_batch();
-        // Read while products run: shared memory answers late under their load.
-        float2 row_maxima[kBlockN / 8];
-#pragma unroll
-        for (int n = 0; n < kBlockN / 8; ++n) {
-          row_maxima[n] = of_rows(kPlain && !(kMayBeBiased && scaled) ? 0 : 2, n);
+        if constexpr (!kFromDelta) {
+          read_row_maxima();  // while products run: shared memory answers late under their load
         }
         if (drops) {
           kept.find(dropout, work.matrix, item.tokens[warp_tile], groups);
@@ -529,7 +560,7 @@ __device__ __forceinline__ void run_consumer(
         warpgroup_wait<1>();
         warpgroup_fence_operand(grads);
         to_score_gradients<kBlockN>(
-            grads, probs, [&](int n) { return of_rows(1, n); },
+            grads, probs, [&](int n) { return kFromDelta ? make_float2(0, 0) : of_rows(1, n); },
             [&](int i) { return !drops    ? 1.0f
                                 : kept[i] ? of_dropout
                                           : 0.0f; });

@@ -36,14 +36,14 @@ struct Turns {
 // columns.
 template <class T, int kHeadDim, int kBlockN, int kTokens, int kRows = kHopperBlockM>
 __device__ __forceinline__ void multiply_rows(
-    float (&sums)[kBlockN / 2], const GmmaDescriptor& left, const GmmaDescriptor& right) {
+    float (&sums)[kBlockN / 2], const GmmaDescriptor& left, const GmmaDescriptor& right, bool add = false) {
   constexpr int tile_row = kPanel * sizeof(T);
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
     // Panels of 64 columns, and 16 columns within them.
     Wgmma<T>::template from_shared<kBlockN, true>(
         sums, left.from(k / 4 * kRows * tile_row + k % 4 * 32), right.from(k / 4 * kTokens * tile_row + k % 4 * 32),
-        k > 0);
+        add || k > 0);
   }
 }
 

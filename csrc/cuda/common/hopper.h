@@ -232,6 +232,13 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&from)
                : "memory");
 }
 
+// The same, each of them transposed.
+__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+
 // Starts a copy of a panel to a box of a tensor, but for what is outside of it, after `fence_view_async_shared` of all
 // who wrote the panel and a barrier. The thread says when it has started all that are to be waited for.
 __device__ __forceinline__ void tma_store(

@@ -42,12 +42,6 @@ struct Memory {
   }
 };
 
-__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&from)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
-               : "memory");
-}
-
 // Rounds a warp's 16 x kN sums and writes them to its lines of panels.
 template <int kN, class T>
 __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[kN / 2]) {
