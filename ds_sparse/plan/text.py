@@ -129,7 +129,7 @@ def _main_numbers(plan: Plan) -> Iterator[str]:
     unmeasured = sum(remark.startswith(UNMEASURED) for remark in plan.remarks)
     more = [f"time lost to {listed(wasted, 'and')}"] if (wasted := _wasted(plan)) else []
     more += [f"{counted(unmeasured, 'thing')} not measured"] if unmeasured else []
-    yield f"--details: {', '.join([*more, 'each layer', 'other lengths', 'assumptions'])}. --json: all numbers."
+    yield f"--details: {', '.join([*more, 'layers', 'other lengths', 'assumptions'])}. --json: numbers."
 
 
 def _sizes(plan: Known) -> str:

@@ -50,17 +50,17 @@ RUNS = {
     ],
     "packed-h200": [
         (
-            "| bigbird, block 64 | 9 of 24 to 4,093 | 12, 32,768, 64 | 0.177 / 0.665 | 185 / 49.3 | 8 x "
-            "4,093 | 99 % / 98 % | 100 % | 99 % / 98 % | 1.08 / 1.09 | 3.64 |"
+            "| bigbird, block 64 | 9 of 24 to 4,093 | 12, 32,768, 64 | 0.178 / 0.662 | 184 / 49.5 | 8 x "
+            "4,093 | 99 % / 99 % | 100 % | 99 % / 99 % | 1.07 / 1.10 | 2.30 |"
         ),
         (
-            "- The padded batch takes 1.08 to 6.1 times as long forward, 1.09 to 5.6 times as long "
+            "- The padded batch takes 1.07 to 6.1 times as long forward, 1.10 to 5.6 times as long "
             "forward+backward as packed documents."
         ),
-        ("- `flex` takes 1.66 to 20 times as long forward, 1.56 to 13 times as long forward+backward as `ds_sparse`."),
+        ("- `flex` takes 1.76 to 20 times as long forward, 1.71 to 13 times as long forward+backward as `ds_sparse`."),
         (
-            "| window 128, causal | 54 of 28 to 4,725 | 12, 32,768, 64 | 0.105 / 0.406 | 2.2 / 2.6 | 1.60 "
-            "/ 1.83 | 2.5 / 1.91 |"
+            "| window 128, causal | 54 of 28 to 4,725 | 12, 32,768, 64 | 0.0978 / 0.381 | 2.4 / 2.8 | 1.71 "
+            "/ 1.93 | 2.7 / 2.0 |"
         ),
     ],
     "tokens-4k-cpu": [
