@@ -93,9 +93,10 @@ def why_untimed(kinds: Sequence[Kind]) -> str | None:
     if not (chosen := _chosen(kinds)):
         return None
     who = listed([f"{layers_in_words(kind.layers)} ({kind.in_words()})" for kind in chosen], "and")
+    do = f"layer {who} chooses" if sum(len(kind.layers) for kind in chosen) == 1 else f"layers {who} choose"
     return (
-        f"layers {who} choose blocks in each step, and a plan knows times of layouts alone; ds_sparse bench selected "
-        "measures attention on chosen blocks"
+        f"{do} blocks in each step, and a plan knows times of layouts alone; ds_sparse bench selected measures "
+        "attention on chosen blocks"
     )
 
 

@@ -129,9 +129,16 @@ CHOOSING = {"mode": "moba", "block": 64, "num_chosen_blocks": 8}
 INDEXER = {"mode": "indexer", "block": 64, "num_chosen_blocks": 4, "layers": {"0-2": CHOOSING, "3": None}}
 
 
-def test_a_plan_has_no_times_of_blocks_that_are_chosen(planned):
-    with pytest.raises(ValueError, match=r"layers 0-2 \(moba, block 64\) and 4-11 \(indexer, block 64\) choose"):
-        planned(INDEXER)
+@pytest.mark.parametrize(
+    "block, said",
+    [
+        (INDEXER, r"layers 0-2 \(moba, block 64\) and 4-11 \(indexer, block 64\) choose"),
+        (WINDOW | {"layers": {"3": CHOOSING}}, r"layer 3 \(moba, block 64\) chooses"),
+    ],
+)
+def test_a_plan_has_no_times_of_blocks_that_are_chosen(planned, block, said):
+    with pytest.raises(ValueError, match=said):
+        planned(block)
 
 
 @pytest.mark.parametrize(

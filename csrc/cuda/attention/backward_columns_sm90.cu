@@ -384,8 +384,8 @@ __device__ __forceinline__ void run_consumer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kScores>& memory) {
   constexpr bool kPlain = are_plain(kScores), kMayBeBiased = may_be_biased(kScores),
                  kHasPairBias = have_pair_bias(kScores);
-  // Gradients of probabilities begin at minus delta, as nothing is multiplied while it is read, and nothing else is
-  // done to them: shared memory answers late while products run.
+  // Gradients of probabilities begin at minus delta, where nothing else is done to them. It is read before this
+  // warpgroup's products, as shared memory answers late while they run.
   constexpr bool kFromDelta = kHeadDim == 128 && kScores != Scores::kDropped && kScores != Scores::kOptions;
   constexpr Limits kLimits = limits_of(kScores);
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
@@ -508,7 +508,7 @@ __device__ __forceinline__ void run_consumer(
         multiply_rows<T, kHeadDim, kBlockN, kBlockN>(grads, values, output_grads + here, kFromDelta);
         warpgroup_commit_batch();
         if constexpr (!kFromDelta) {
-          read_row_maxima();  // while products run: shared memory answers late under their load
+          read_row_maxima();  // not before, where the last step's products may be under way
         }
         if (drops) {
           kept.find(dropout, work.matrix, item.tokens[warp_tile], groups);

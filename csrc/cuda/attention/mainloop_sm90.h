@@ -32,8 +32,8 @@ struct Turns {
   }
 };
 
-// Sums (64 x kBlockN) of a warpgroup: 64 of its tile's rows times kBlockN rows, in panels of kTokens, over kHeadDim
-// columns.
+// Sums (64 x kBlockN) of a warpgroup, or, with `add`, what it adds to them: 64 of its tile's rows times kBlockN rows,
+// in panels of kTokens, over kHeadDim columns.
 template <class T, int kHeadDim, int kBlockN, int kTokens, int kRows = kHopperBlockM>
 __device__ __forceinline__ void multiply_rows(
     float (&sums)[kBlockN / 2], const GmmaDescriptor& left, const GmmaDescriptor& right, bool add = false) {

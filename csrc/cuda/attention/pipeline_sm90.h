@@ -43,7 +43,7 @@ struct Boxes {
 };
 
 // Coordinates of rows in a tensor map, beside the column and the batch: token and head, or, where there are several
-// rows a token, which are heads, the first head and the token: where blocks may be chosen.
+// rows a token, which are heads, the first head and the token. Only blocks that are chosen have several.
 template <Limits kLimits>
 __device__ __forceinline__ int2 place_of_rows(const TokenStrides& tokens, int number, int head) {
   return by_choice(kLimits) && tokens.log_rows > 0 ? make_int2(head << tokens.log_rows, number >> tokens.log_rows)

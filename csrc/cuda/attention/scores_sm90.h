@@ -12,10 +12,10 @@
 namespace ds_sparse::attention {
 
 // The kinds of scores that kernels are made for: products times a positive number, which exponents can take with them,
-// or masked; the same with documents packed in a row; with dropout, and biases of keys; limited token by token; with
-// blocks chosen; all else; with biases of keys alone, or capped; and with a bias of pairs in tiles, or by distance, and
-// perhaps of keys.
-enum class Scores { kPlain, kPacked, kDropped, kLimited, kChosen, kOptions, kBiased, kTiled, kByDistance };
+// or masked; the same with documents packed in a row; with dropout, and biases of keys; limited token by token; all
+// else; with biases of keys alone, or capped; with a bias of pairs in tiles, or by distance, and perhaps of keys; and
+// in blocks that queries have chosen.
+enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions, kBiased, kTiled, kByDistance, kChosen };
 constexpr bool are_packed(Scores scores) { return scores == Scores::kPacked; }
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
 constexpr Limits limits_of(Scores scores) {
