@@ -93,6 +93,7 @@ class BlockIndex(OnDevice):
     num_sequences: int = 1
     capacity: int | None = None
     _lost: Tensor | None = None  # int32 (1): 1 where what the bits were made of was not as it has to be
+    _most_of_line: int | None = None  # live blocks that no row or column has more of, where that is known
 
     by_sequence: bool = field(init=False)
     heads_of_sequence: int = field(init=False)
@@ -276,15 +277,16 @@ class BlockIndex(OnDevice):
     @classmethod
     def _bounded(
         cls, bits: Tensor, columns: int, block: int, num_heads: int, num_sequences: int, capacity: int,
-        is_causal: bool = False, lost: Tensor | None = None,
+        is_causal: bool = False, lost: Tensor | None = None, most_of_line: int | None = None,
     ) -> BlockIndex:  # fmt: skip
         """The bounded index of a layout's bits, whose tiles are made when they are first asked for. is_causal: none is
-        above the diagonal. lost: as of `TilePlan.fill`, where the bits are those of documents that nobody has read."""
+        above the diagonal. lost: as of `TilePlan.fill`, where the bits are those of documents that nobody has read.
+        most_of_line: as of `TilePlan`."""
         heads, rows, _ = bits.shape
         return cls(
             block=block, num_heads=num_heads, layout_heads=heads, rows=rows, columns=columns, _live_blocks=None,
             _reaches_ahead=False if is_causal else None, bits=bits, _made={}, num_sequences=num_sequences,
-            capacity=capacity, _lost=lost,
+            capacity=capacity, _lost=lost, _most_of_line=most_of_line,
         )  # fmt: skip
 
     @classmethod
@@ -609,7 +611,7 @@ class BlockIndex(OnDevice):
         if self.capacity is None:
             return self._with(bits)
         size = self.columns, self.block, self.num_heads, self.num_sequences, self.capacity
-        return self._bounded(bits, *size, is_causal=True, lost=self._lost)
+        return self._bounded(bits, *size, is_causal=True, lost=self._lost, most_of_line=self._most_of_line)
 
     def _make_exact(self) -> BlockIndex:
         self._refuse_lost()
@@ -633,7 +635,7 @@ class BlockIndex(OnDevice):
             plan = TilePlan(self.bits, self.columns, self.block, [tile], [side])
             counts, _ = plan.fetch()
             return plan.fill(counts.layout_heads, counts.sizes, counts.live_blocks)[side, tile]
-        plan = TilePlan(self.bits, self.columns, self.block, [tile], bounded=True)
+        plan = TilePlan(self.bits, self.columns, self.block, [tile], bounded=True, most_of_line=self._most_of_line)
         both = plan.fill(self.layout_heads, [self.capacity], lost=self._lost)
         self._made.update(both)
         return both[side, tile]

@@ -20,6 +20,9 @@ from .transforms import outside_transforms_or_traced
 NUMBERS = 38
 """Numbers at the beginning of a plan's counts that are for the host: Header in csrc/index.h."""
 
+NEVER_CUT = 1024
+"""Tokens of the longest list that no builder cuts: twice `kLeastCut` in csrc/index.h."""
+
 
 class Counts(NamedTuple):
     """What the host has to know of a plan.
@@ -49,6 +52,8 @@ class TilePlan:
         sides: 'rows', 'columns' or both in this order.
         bounded: for tiles that nobody counts.
         row_block: tokens of a block row, where `block` is those of a block column alone; rows keep their order then.
+        most_of_line: of a bounded plan, live blocks that no row or column has more of, where that is known: tiles
+            whose lists are too short to be cut get no space for cuts, and nothing is launched to combine splits.
         memory: int32, the plan.
         counts: int64, its numbers.
 
@@ -64,6 +69,7 @@ class TilePlan:
     sides: Sequence[str] = SIDES
     bounded: bool = False
     row_block: int | None = None
+    most_of_line: int | None = None
 
     memory: Tensor = field(init=False)
     counts: Tensor = field(init=False)
@@ -111,6 +117,8 @@ class TilePlan:
             lines_of_entry = None if live_blocks is None else live_blocks / max(1, sizes[3 * i])
             differ = lines_differ(self.block, tile, lines_of_entry)
             lines, entries, units, cuts = made[4 * i : 4 * i + 4]
+            if self.most_of_line and max(1, tile // self.block) * self.most_of_line * self.block <= NEVER_CUT:
+                cuts = cuts[:0]
             tiles[side, tile] = Tiles(tile, lines, entries, units, cuts, differ)
         return tiles
 

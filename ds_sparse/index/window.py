@@ -141,8 +141,9 @@ class WindowIndex(OnDevice):
                 blocks = BlockIndex._of_bits(bits, rows, block, heads)
             else:
                 sides = 1 if causal else 2
-                capacity = rows * sum(least_of(rows, sides * -(-window // block) + 1) for window in windows)
-                blocks = BlockIndex._bounded(bits, rows, block, heads, 1, capacity, causal, ranges[0][-1])
+                of_line = [sides * -(-window // block) + 1 for window in windows]
+                capacity = rows * sum(least_of(rows, most) for most in of_line)
+                blocks = BlockIndex._bounded(bits, rows, block, heads, 1, capacity, causal, ranges[0][-1], max(of_line))
                 blocks = blocks if is_in_graph(bits) else blocks.with_tiles()
             return cls(tokens, causal, num_heads, blocks, borders.limits(windows))
         documents = Documents((0, tokens)) if cu_seqlens is None else Documents.read(cu_seqlens).check_fills(tokens)

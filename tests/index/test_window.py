@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from helpers import EXAMPLES
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_sparse import WindowIndex, reference
@@ -89,6 +90,31 @@ def test_long_sequences_have_larger_blocks():
 def test_tiles_of_a_cpu_pay_with_larger_blocks(instruction_set, block):
     with mock.patch("ds_sparse.index.window.instruction_set", return_value=instruction_set):
         assert WindowIndex.build(1024, 64).blocks.block == block
+
+
+@EXAMPLES
+@given(
+    lengths=st.lists(st.integers(1, 1500), min_size=1, max_size=4),
+    window=st.sampled_from([0, 16, 64, 128, 129, 300, 700]),
+    causal=st.booleans(),
+    block=st.sampled_from([16, 32, 64]),
+)
+@example(lengths=[3000] + 1000 * [40], window=700, causal=False, block=64)
+def test_tiles_without_space_for_cuts_have_none(lengths, window, causal, block):
+    """What a window over documents shows at most says that lists are too short to be cut; those of an index that was
+    not told so have space for cuts, and the same work."""
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    blocks = WindowIndex.build(sum(lengths), window, causal, block=block, cu_seqlens=edges).blocks
+    for tile in (64, 128):
+        untold = replace(blocks, _most_of_line=None, _made={})
+        for side in ("rows", "columns"):
+            tiles, expected = blocks.tiles(side, tile), untold.tiles(side, tile)
+            assert len(expected.cuts)
+            if len(tiles.cuts) == 0:
+                count = int(expected.units[-1, 1])
+                assert (expected.units[:count, 3] == -1).all()
+            else:
+                assert max(1, tile // block) * ((1 if causal else 2) * -(-window // block) + 1) * block > 1024
 
 
 DOCUMENTS = torch.tensor([0, 20, 41])

@@ -76,8 +76,10 @@ struct Space {
   }
 };
 
-// Counts the work tiles that are splits, or may be: each tile whose list is not split has one work tile.
+// Counts the work tiles that are splits, or may be: each tile whose list is not split has one work tile. Without cuts
+// there are none; work tiles that an index of unknown sizes has beyond one a tile then stay unused.
 inline int64_t num_splits(const TileTensors& tiles, const TileLists& lists) {
+  if (tiles.cuts.size(0) == 0) return 0;
   return lists.num_work_tiles - tiles.lines.size(0) / lists.block_rows_per_tile + tiles.cuts.size(0);
 }
 
