@@ -118,7 +118,7 @@ class TilePlan:
             differ = lines_differ(self.block, tile, lines_of_entry)
             lines, entries, units, cuts = made[4 * i : 4 * i + 4]
             if self.most_of_line and max(1, tile // self.block) * self.most_of_line * self.block <= NEVER_CUT:
-                cuts = cuts[:0]
+                cuts = cuts.new_empty(0, 3)  # no view: a graph of torch.compile hands on none
             tiles[side, tile] = Tiles(tile, lines, entries, units, cuts, differ)
         return tiles
 
