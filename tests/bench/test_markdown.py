@@ -17,13 +17,13 @@ RUNS = {
         "- `flex` takes 1.60 to 34 times as long forward as `ds_sparse`.",
     ],
     "attention-break-even-h200": [
-        "| 16 | 0.43 | above 0.90 | above 0.90 |",
+        "| 16 | 0.44 | above 0.90 | above 0.90 |",
     ],
     "attention-growth-h200": [
-        "| 16,384 | 4, 16, 64 | 0.437 / 1.24 / 1.68 | 1.88 / 1.94 / 1.93 |",
+        "| 16,384 | 4, 16, 64 | 0.442 / 1.27 / 1.71 | 1.89 / 1.96 / 1.94 |",
         (
-            "- Twice the tokens take 1.88 to 2.1 times as long forward, 1.94 to 2.1 times as long backward, "
-            "1.93 to 2.1 times as long forward+backward as half of them."
+            "- Twice the tokens take 1.89 to 2.1 times as long forward, 1.96 to 2.2 times as long backward, "
+            "1.94 to 2.1 times as long forward+backward as half of them."
         ),
     ],
     "matmul-h200": [
@@ -50,17 +50,17 @@ RUNS = {
     ],
     "packed-h200": [
         (
-            "| bigbird, block 64 | 9 of 24 to 4,093 | 12, 32,768, 64 | 0.178 / 0.662 | 184 / 49.5 | 8 x "
-            "4,093 | 99 % / 99 % | 100 % | 99 % / 99 % | 1.07 / 1.10 | 2.30 |"
+            "| bigbird, block 64 | 9 of 24 to 4,093 | 12, 32,768, 64 | 0.180 / 0.664 | 182 / 49.3 | 8 x "
+            "4,093 | 97 % / 99 % | 100 % | 97 % / 99 % | 1.07 / 1.10 | 2.29 |"
         ),
         (
-            "- The padded batch takes 1.07 to 6.1 times as long forward, 1.10 to 5.6 times as long "
+            "- The padded batch takes 1.07 to 6.1 times as long forward, 1.10 to 5.7 times as long "
             "forward+backward as packed documents."
         ),
-        ("- `flex` takes 1.76 to 20 times as long forward, 1.71 to 13 times as long forward+backward as `ds_sparse`."),
+        ("- `flex` takes 1.84 to 20 times as long forward, 1.74 to 13 times as long forward+backward as `ds_sparse`."),
         (
-            "| window 128, causal | 54 of 28 to 4,725 | 12, 32,768, 64 | 0.0978 / 0.381 | 2.4 / 2.8 | 1.71 "
-            "/ 1.93 | 2.7 / 2.0 |"
+            "| window 128, causal | 54 of 28 to 4,725 | 12, 32,768, 64 | 0.0914 / 0.367 | 2.5 / 2.9 | 1.82 "
+            "/ 2.0 | 2.9 / 2.1 |"
         ),
     ],
     "tokens-4k-cpu": [
