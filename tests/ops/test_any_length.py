@@ -147,7 +147,7 @@ def of_documents(device: str) -> dict[str, Callable[[Given], Any]]:
         ),
         "a window": lambda x: window_attention(*row(x), 16, cu_seqlens=x["cu_seqlens"]),
         "a window of more than some rows": lambda x: window_attention(
-            *row(x), WindowIndex.build(x["query"].shape[2], 100, block=16, cu_seqlens=x["cu_seqlens"])
+            *row(x), WindowIndex.build(x["query"].shape[2], 100, block=16, device=device, cu_seqlens=x["cu_seqlens"])
         ),
         "a window a head": lambda x: window_attention(*row(x), [3, 9, 9, 9], True, cu_seqlens=x["cu_seqlens"]),
     }

@@ -258,6 +258,20 @@ def test_biases_of_16_bits_beside_numbers_added_to_keys(device: str, block: int,
     check(device, dtype, layout, block, {"rpe": rpe, "key_padding_mask": of_keys}, head_dim=head_dim)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("block", "keys"), [(16, 75), (32, 100), (64, 129), (128, 300)])
+def test_numbers_added_to_keys_that_end_anywhere(device: str, block: int, keys: int, head_dim: int, dropout_p: float):
+    """Steps of keys have their numbers, where the last of them is not whole."""
+    layout = torch.ones(2, 2, -(-keys // block), dtype=torch.bool)
+    layout[:, 0, 0] = False
+    tensors = operands_of(layout, block, head_dim=head_dim, dtype=torch.bfloat16)
+    tensors |= {name: tensors[name][:, :, :keys] for name in ("key", "value")}
+    of_keys = 3 * random(seeded(2), 2, keys)
+    of_keys[0, ::5] = -torch.inf
+    hold(case_for(tensors | {"key_padding_mask": of_keys}, layout, block, device, dropout_p=dropout_p), device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mask", ["attn_mask", "key_padding_mask"])
 def test_gradients_of_rows_that_have_large_negatives_only(device: str, mask: str, dtype: torch.dtype):

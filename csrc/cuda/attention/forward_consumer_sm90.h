@@ -146,9 +146,10 @@ struct ForwardConsumer {
     }
   }
 
-  // From products to scores. kMayBeBiased: returns whether they are scaled.
-  __device__ __forceinline__ bool mask(ScoresOfStep& scores, const LiveGroups& live) const {
-    bool scaled = M::kHasPairBias;
+  // From products to scores. kMayBeBiased: returns what these are still to be multiplied by, which exponents do.
+  __device__ __forceinline__ float mask(ScoresOfStep& scores, const LiveGroups& live) const {
+    const bool capped = has_softcap<kScores>(p.scoring);
+    float unit = !M::kTakesKeyBias ? 1.0f : capped ? p.scoring.softcap : p.scoring.scale;
     const Octet* groups = memory.groups[pipe.index];
     if constexpr (M::kHasPairBias) {
       const BiasBoxes<kHopperBlockM, kBlockN> boxes(p.lists.log_block, p.lists.log_other);
@@ -157,19 +158,14 @@ struct ForwardConsumer {
       fence_view_async_shared();  // as for pairs below
     }
     finish_scores<T, kBlockN, kPlain>(scores, p.scoring, item(), groups);
-    if constexpr (kMayBeBiased && !M::kHasPairBias) {
-      scaled = has_softcap<kScores>(p.scoring);
-      if (scaled) {
-        p.scoring.template cap<T>(scores, p.scoring.scale * p.scoring.inverse_softcap());
-      }
+    if (M::kTakesKeyBias && capped) {
+      Scoring::to_tanh<T>(scores, p.scoring.scale * p.scoring.inverse_softcap());
     }
     if (!live.is_whole<kBlockN>()) {
-      if constexpr (kMayBeBiased && !M::kHasPairBias) {
-        if (scaled) {
-          add_key_bias<kBlockN, kPlain>(scores, live, groups, p.scoring, item().work);
-        } else if (p.scoring.key_bias != nullptr && live.ragged() != 0) {
-          scaled = true;
-          scale_and_add_key_bias<kBlockN>(scores, live, groups, p.scoring, item().work);
+      if constexpr (M::kTakesKeyBias) {
+        if (p.scoring.key_bias != nullptr && live.ragged() != 0) {
+          scale_and_add_key_bias<kBlockN>(scores, memory.key_biases[pipe.index], unit);
+          unit = 1;
         }
       } else {
         add_key_bias<kBlockN, kPlain && !M::kHasPairBias>(scores, live, groups, p.scoring, item().work);
@@ -182,22 +178,20 @@ struct ForwardConsumer {
         fence_view_async_shared();
       }
     }
-    return scaled;
+    return unit;
   }
 
   __device__ __forceinline__ bool update_row_max(
-      const ScoresOfStep& scores, bool scaled, float& rescale0, float& rescale8) {
-    return rows.update_row_max(
-        scores, softmax_scale_log2, rescale_threshold, rescale0, rescale8,
-        kMayBeBiased && !scaled ? p.scoring.scale : 1.0f);
+      const ScoresOfStep& scores, float unit, float& rescale0, float& rescale8) {
+    return rows.update_row_max(scores, softmax_scale_log2, rescale_threshold, rescale0, rescale8, unit);
   }
-  __device__ __forceinline__ float2 exponentiate(ScoresOfStep& scores, bool scaled) const {
+  __device__ __forceinline__ float2 exponentiate(ScoresOfStep& scores, float unit) const {
     if constexpr (kMayBeBiased) {
-      if (scaled && rows.have_large_max()) {
-        rows.subtract_row_max(scores);
+      if (rows.have_large_max()) {
+        rows.scale_and_subtract_row_max(scores, unit);
         return rows.exponentiate(scores, kLog2E, 0);
       }
-      return rows.exponentiate(scores, scaled ? kLog2E : p.scoring.scale * kLog2E, kLog2E);
+      return rows.exponentiate(scores, unit * kLog2E, kLog2E);
     }
     return rows.exponentiate(scores, softmax_scale_log2);
   }
@@ -215,9 +209,9 @@ struct ForwardConsumer {
     }
     multiply_warp_tile<T, kHeadDim, kBlockN, M::kRows>(
         scores, memory.queries[work_pipe.index], warp_tile % M::kRows, memory.stages[pipe.index].keys);
-    const bool scaled = mask(scores, live);
-    const bool moves = update_row_max(scores, scaled, rescale0, rescale8);
-    sums = exponentiate(scores, scaled);
+    const float unit = mask(scores, live);
+    const bool moves = update_row_max(scores, unit, rescale0, rescale8);
+    sums = exponentiate(scores, unit);
     if constexpr (!kOverlaps) {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) {
@@ -232,7 +226,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ bool softmax(
       Output& output, ScoresOfStep& scores, FirstKeys& first_keys, const LiveGroups& live, bool checks_max,
       float& rescale0, float& rescale8) {
-    const bool scaled = mask(scores, live);
+    const float unit = mask(scores, live);
     // Before keys are free, and with them what is known of their groups.
     if (drops) {
 #pragma unroll
@@ -243,10 +237,13 @@ struct ForwardConsumer {
     const bool skips_max = rows.have_row_max && !checks_max;
     bool moves = false;
     if (!skips_max) {
+      if constexpr (M::kTakesKeyBias) {
+        fence_view_async_shared();  // biases may not have been used yet
+      }
       warp_arrive(memory.k_empty[pipe.index], lane);
-      moves = update_row_max(scores, scaled, rescale0, rescale8);
+      moves = update_row_max(scores, unit, rescale0, rescale8);
     }
-    float2 sums = exponentiate(scores, scaled);
+    float2 sums = exponentiate(scores, unit);
     if (skips_max) {
       if (__any_sync(0xffffffffu, fmaxf(sums.x, sums.y) > kLargestRowSum<T>)) {
         moves = softmax_again(output, scores, live, rescale0, rescale8, sums);

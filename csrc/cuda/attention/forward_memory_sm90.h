@@ -11,12 +11,21 @@ namespace ds_sparse::attention {
 template <int kHeadDim, Scores kScores>
 using ForwardTuningOf = ForwardTuning<kHeadDim, are_plain(kScores), pair_bias_of(kScores)>;
 
+// What stages have of biases of keys.
+template <bool kAny, int kBlockN, int kStages>
+struct KeyBiases {};
+template <int kBlockN, int kStages>
+struct KeyBiases<true, kBlockN, kStages> {
+  alignas(kPanelAlignment) float key_biases[kStages][kBlockN];
+};
+
 template <class T, int kHeadDim, Scores kScores, class Tuned = ForwardTuningOf<kHeadDim, kScores>>
 struct alignas(kPanelAlignment) ForwardMemory
-    : BiasTiles<T, pair_bias_of(kScores), kHopperBlockM, Tuned::kBlockN, Tuned::kStages> {
+    : BiasTiles<T, pair_bias_of(kScores), kHopperBlockM, Tuned::kBlockN, Tuned::kStages>,
+      KeyBiases<take_key_bias(kScores), Tuned::kBlockN, Tuned::kStages> {
   using Tuning = Tuned;
   static constexpr PairBias kPairBias = pair_bias_of(kScores);
-  static constexpr bool kHasPairBias = have_pair_bias(kScores);
+  static constexpr bool kHasPairBias = have_pair_bias(kScores), kTakesKeyBias = take_key_bias(kScores);
   static constexpr int kBlockN = Tuning::kBlockN, kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages;
   // Rows that a consumer group has of a tile: all, or, with one warpgroup, half of them.
   static constexpr bool kByHalves = Tuning::kWarpgroups == 1;

@@ -178,9 +178,23 @@ __device__ __forceinline__ void run_producer(
           if constexpr (M::kHasPairBias) {
             bytes += BiasBoxes<kHopperBlockM, kBlockN>(p.lists.log_block, p.lists.log_other).bytes(memory.biases[0]);
           }
+          if constexpr (M::kTakesKeyBias) {
+            bytes += p.scoring.key_bias != nullptr ? sizeof(memory.key_biases[0]) : 0;
+          }
           announce_step<kBlockN, kLimits>(memory, pipe.index, full, here, live, bytes, p.lists, item.work, step);
           if (boxes.any) {
             boxes.copy(memory.stages[pipe.index].keys, key_map, &full, here.token_in_memory, head, batch);
+          }
+          if constexpr (M::kTakesKeyBias) {
+            if (p.scoring.key_bias != nullptr && boxes.any && boxes.panel == 0) {
+              // Nobody looks at what keys that do not exist have.
+              const int count = 1 << boxes.log_tokens,
+                        last = (p.scoring.keys + kTokensOfKeyBias - 1) / kTokensOfKeyBias * kTokensOfKeyBias - count;
+              bulk_load(
+                  memory.key_biases[pipe.index] + boxes.tile_row,
+                  p.scoring.key_bias_of(batch, item.work.head) + min(here.token, last), int{sizeof(float)} * count,
+                  &full);
+            }
           }
           if constexpr (M::kHasPairBias) {
             const BiasBoxes<kHopperBlockM, kBlockN> of_bias(p.lists.log_block, p.lists.log_other);

@@ -31,12 +31,14 @@ constexpr PairBias pair_bias_of(Scores scores) {
 }
 constexpr bool have_pair_bias(Scores scores) { return pair_bias_of(scores) != PairBias::kNone; }
 // Plain but for steps with biases: their scores are scaled first, and so are all row maxima. With a soft cap scores are
-// capped in all steps; backward they stay over the cap, which exponents take with them.
+// capped in all steps, and stay over the cap, which exponents take with them.
 constexpr bool may_be_biased(Scores scores) {
   return scores == Scores::kDropped || scores == Scores::kBiased || have_pair_bias(scores);
 }
 // Thresholds of dropout are those of fp16 numbers; others are left to kOptions.
 constexpr bool drops_by_halves(Scores scores) { return scores == Scores::kDropped; }
+// Forward, the copy engine brings biases of keys beside the keys.
+constexpr bool take_key_bias(Scores scores) { return may_be_biased(scores) && !have_pair_bias(scores); }
 // For the sweep by rows, which has no kernels for dropout, biases or soft caps alone.
 constexpr Scores with_any_option(Scores scores) { return may_be_biased(scores) ? Scores::kOptions : scores; }
 
@@ -213,22 +215,17 @@ __device__ __forceinline__ void add_key_bias(
   }
 }
 
-// Scales the scores and adds the bias of keys, where these are the other side.
+// Scales the scores and adds the bias of keys, where these are the other side; biases: of the step, in shared memory.
 template <int kBlockN>
 __device__ __forceinline__ void scale_and_add_key_bias(
-    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring,
-    const WorkTile& work) {
-  const float* key_bias = scoring.key_bias_of(work.batch, work.head) + threadIdx.x % 4 * 2;
+    float (&scores)[kBlockN / 2], const float (&biases)[kBlockN], float scale) {
+  const float* mine = biases + threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int g = 0; g < kBlockN / 16; ++g) {
-    float2 biases[2]{};  // of a lane's keys in the first eight, and in the others
-    if (live.ragged() >> g & 1) {
-      biases[0] = *reinterpret_cast<const float2*>(key_bias + groups[g].token);
-      biases[1] = *reinterpret_cast<const float2*>(key_bias + groups[g].token + 8);
-    }
+  for (int n = 0; n < kBlockN / 8; ++n) {
+    const float2 bias = *reinterpret_cast<const float2*>(mine + 8 * n);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      scores[8 * g + e] = fmaf(scores[8 * g + e], scoring.scale, e % 2 ? biases[e / 4].y : biases[e / 4].x);
+    for (int e = 0; e < 4; ++e) {
+      scores[4 * n + e] = fmaf(scores[4 * n + e], scale, e % 2 ? bias.y : bias.x);
     }
   }
 }

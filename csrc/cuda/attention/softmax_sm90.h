@@ -72,11 +72,11 @@ struct OnlineSoftmax {
   __device__ __forceinline__ bool have_large_max() const {
     return __any_sync(0xffffffffu, fmaxf(fabsf(row_max0), fabsf(row_max8)) > 128);
   }
-  __device__ __forceinline__ void subtract_row_max(float (&scores)[kBlockN / 2]) const {
+  __device__ __forceinline__ void scale_and_subtract_row_max(float (&scores)[kBlockN / 2], float scale) const {
     const float base0 = row_max0 == -kInfinity ? 0.0f : row_max0, base8 = row_max8 == -kInfinity ? 0.0f : row_max8;
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; ++i) {
-      scores[i] -= i % 4 < 2 ? base0 : base8;
+      scores[i] = fmaf(scores[i], scale, -(i % 4 < 2 ? base0 : base8));
     }
   }
 
