@@ -29,7 +29,8 @@ constexpr int kTurn = 256;
 constexpr int kStep = 64;
 
 // Tokens of a list below which it is not cut, and by which the longest work tile of a head has to become shorter: less
-// would not pay for putting the parts' results together, which takes a kernel of its own.
+// would not pay for putting the parts' results together, which takes a kernel of its own. `NEVER_CUT` in build.py is
+// twice as many.
 constexpr int kLeastCut = 512;
 
 // Where nobody waits for counts, parts of a head's lists are bounded by its number of tiles: they take memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from ds_sparse import WindowIndex, reference
 from ds_sparse.index.window import MAX_ROWS, fitting_block
 from ds_sparse.layout import to_token_mask
+from ds_sparse.tools.block_sizes import BLOCK_SIZES
 
 
 def seen(index: WindowIndex) -> torch.Tensor:
@@ -95,26 +97,29 @@ def test_tiles_of_a_cpu_pay_with_larger_blocks(instruction_set, block):
 @EXAMPLES
 @given(
     lengths=st.lists(st.integers(1, 1500), min_size=1, max_size=4),
-    window=st.sampled_from([0, 16, 64, 128, 129, 300, 700]),
+    windows=st.lists(st.sampled_from([0, 16, 64, 128, 129, 300, 700]), min_size=1, max_size=2),
     causal=st.booleans(),
-    block=st.sampled_from([16, 32, 64]),
+    block=st.sampled_from(BLOCK_SIZES),
 )
-@example(lengths=[3000] + 1000 * [40], window=700, causal=False, block=64)
-def test_tiles_without_space_for_cuts_have_none(lengths, window, causal, block):
+@example(lengths=[3000] + 1000 * [40], windows=[700], causal=False, block=64)
+@example(lengths=[3000] + 1000 * [40], windows=[16, 700], causal=False, block=64)
+def test_tiles_without_space_for_cuts_have_none(device: str, lengths, windows, causal, block):
     """What a window over documents shows at most says that lists are too short to be cut; those of an index that was
     not told so have space for cuts, and the same work."""
-    edges = torch.tensor([0, *lengths]).cumsum(0)
-    blocks = WindowIndex.build(sum(lengths), window, causal, block=block, cu_seqlens=edges).blocks
-    for tile in (64, 128):
+    edges = torch.tensor([0, *lengths]).cumsum(0).to(device)
+    built = WindowIndex.build(sum(lengths), windows, causal, block=block, device=device, cu_seqlens=edges).blocks
+    of_line = (1 if causal else 2) * -(-min(max(windows), sum(lengths)) // block) + 1
+    for blocks in (built, built.causal()):
         untold = replace(blocks, _most_of_line=None, _made={})
-        for side in ("rows", "columns"):
+        for side, tile in product(("rows", "columns"), (16, 64, 128)):
+            if tile > 8 * block:
+                continue
             tiles, expected = blocks.tiles(side, tile), untold.tiles(side, tile)
             assert len(expected.cuts)
+            assert bool(len(tiles.cuts)) == (max(1, tile // block) * of_line * block > 1024)
             if len(tiles.cuts) == 0:
                 count = int(expected.units[-1, 1])
                 assert (expected.units[:count, 3] == -1).all()
-            else:
-                assert max(1, tile // block) * ((1 if causal else 2) * -(-window // block) + 1) * block > 1024
 
 
 DOCUMENTS = torch.tensor([0, 20, 41])

@@ -187,13 +187,13 @@ __device__ __forceinline__ void run_producer(
           }
           if constexpr (M::kTakesKeyBias) {
             if (p.scoring.key_bias != nullptr && boxes.any && boxes.panel == 0) {
-              // Nobody looks at what keys that do not exist have.
-              const int count = 1 << boxes.log_tokens,
-                        last = (p.scoring.keys + kTokensOfKeyBias - 1) / kTokensOfKeyBias * kTokensOfKeyBias - count;
+              // Within the space that there is, whatever a list may say.
+              const int count = 1 << boxes.log_tokens;
+              const int space = (p.scoring.keys + kTokensOfKeyBias - 1) / kTokensOfKeyBias * kTokensOfKeyBias;
               bulk_load(
                   memory.key_biases[pipe.index] + boxes.tile_row,
-                  p.scoring.key_bias_of(batch, item.work.head) + min(here.token, last), int{sizeof(float)} * count,
-                  &full);
+                  p.scoring.key_bias_of(batch, item.work.head) + min(here.token, space - count),
+                  int{sizeof(float)} * count, &full);
             }
           }
           if constexpr (M::kHasPairBias) {

@@ -241,8 +241,8 @@ __device__ __forceinline__ void scale_and_add_pair_bias(
   }
 }
 
-// Backward exponents take soft caps between these with them. Far above, fp32 would round exponents of capped scores by
-// more than their differences; far below, the scale over the cap is no number.
+// Exponents take soft caps between these with them. Far above, fp32 would round exponents of capped scores by more than
+// their differences; far below, the scale over the cap is no number.
 constexpr float kLeastPlainCap = 1e-30f, kLargestPlainCap = 1e4f, kLargestScaleToCap = 1e30f;
 
 // Calls f with the head size, padded, and the kind of scores.
