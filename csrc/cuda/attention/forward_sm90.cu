@@ -188,8 +188,7 @@ __device__ __forceinline__ void run_producer(
           if constexpr (M::kTakesKeyBias) {
             if (p.scoring.key_bias != nullptr && boxes.any && boxes.panel == 0) {
               // Within the space that there is, whatever a list may say.
-              const int count = 1 << boxes.log_tokens;
-              const int space = (p.scoring.keys + kTokensOfKeyBias - 1) / kTokensOfKeyBias * kTokensOfKeyBias;
+              const int count = 1 << boxes.log_tokens, space = space_of_key_bias(p.scoring.keys);
               bulk_load(
                   memory.key_biases[pipe.index] + boxes.tile_row,
                   p.scoring.key_bias_of(batch, item.work.head) + min(here.token, space - count),

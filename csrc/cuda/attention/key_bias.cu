@@ -46,8 +46,7 @@ std::optional<Tensor> set_key_bias(const Launcher& launch, const std::optional<T
   const Tensor& given = *key_bias;
   const int64_t batch = given.size(0), heads = given.dim() == 4 ? given.size(1) : 1;
   const int64_t batch_stride = given.stride(0), head_stride = given.dim() == 4 ? given.stride(1) : 0;
-  const int64_t octets = (scoring.keys + kTokensOfKeyBias - 1) / kTokensOfKeyBias * (kTokensOfKeyBias / 8),
-                count = batch * heads * octets;
+  const int64_t octets = space_of_key_bias(scoring.keys) / 8, count = batch * heads * octets;
   scoring.only_masks_keys = given.scalar_type() == ScalarType::Bool;
   const int64_t bytes = count * 8 * sizeof(float);
   Tensor made = empty_on(given, {bytes + count}, ScalarType::Byte);

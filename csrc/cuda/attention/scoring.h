@@ -53,8 +53,8 @@ struct Bias {
 // Below it exponents do not take the scale with them. `packed_attention.py` has it, too.
 constexpr float kLeastPlainScale = 1e-6f;
 
-// Biases of keys have space for a multiple of so many, as the copy engine reads a step's of a block at once.
-constexpr int kTokensOfKeyBias = 128;
+// So many biases of keys there is space for: a multiple of 128, as the copy engine reads a step's of a block at once.
+constexpr int space_of_key_bias(int keys) { return (keys + 127) / 128 * 128; }
 
 // Tokens from `first` to `end` - 1; `first` is at most `end`.
 struct Range {
@@ -121,7 +121,7 @@ struct Scoring {
   int queries, keys;
   bool causal;
   Bias rpe, attn_mask;
-  const float* key_bias;                               // for whole kTokensOfKeyBias; null: none
+  const float* key_bias;                               // space_of_key_bias; null: none
   const uint8_t* key_states;                           // of every eight keys, a KeyState
   int64_t key_bias_strides[2], key_states_strides[2];  // of batches and heads
   bool only_masks_keys;                                // every bias is 0 or -inf
