@@ -89,8 +89,9 @@ __global__ void add_shares_kernel(
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> attention_gradients(
-    const AttentionCall& call, const Tensor& grad_output, const std::function<RowsOfBackward(bool)>& make_rows,
-    const TileTensors& rows, const TileTensors& columns, bool deterministic) {
+    const AttentionCall& call, const Tensor& grad_output,
+    const std::function<RowsOfBackward(const RowsWanted&)>& make_rows, const TileTensors& rows,
+    const TileTensors& columns, bool deterministic) {
   const Tensor &query = call.query, &key = call.key, &value = call.value;
   const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), head_dim = call.head_dim();
   Tensor grad_query = empty_in_order_of(query);
@@ -106,7 +107,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_gradients(
   const bool on_hopper = runs_on_hopper(launch, call);
   const bool in_one_sweep =
       on_hopper && !deterministic && !(call.chosen && chosen_take_two_sweeps(head_dim, call.block));
-  const auto [data_of_rows, row_stats, grad_query_sums] = make_rows(in_one_sweep);
+  RowsWanted wanted{in_one_sweep};
+  if (on_hopper && scoring.are_products_alone()) {
+    wanted.columns_scale_log2 = scoring.scale * kLog2E;
+  }
+  const auto [data_of_rows, row_stats, grad_query_sums] = make_rows(wanted);
   StateOfPass state(launch, query);
   with_element<false>(query, "attention", [&](auto zero) {
     using T = decltype(zero);
@@ -192,9 +197,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   const Tensor& grad_output = results.grad_output;
   check_alignment(grad_output, "grad_output");
   check_alignment(results.output, "output");
-  const auto make_rows = [&](bool with_sums) {
+  const auto make_rows = [&](const RowsWanted& wanted) {
     return make_row_stats(
-        Launcher(call.query), grad_output, results.grad_lse, results.output, results.rows, spans_of(call), with_sums);
+        Launcher(call.query), grad_output, results.grad_lse, results.output, results.rows, spans_of(call), wanted);
   };
   return attention_gradients(call, grad_output, make_rows, rows, columns, deterministic);
 }

@@ -26,6 +26,7 @@ struct Memory : BiasTiles<T, pair_bias_of(kScores), kBlockN, kHopperBlockM, Tune
   static constexpr Limits kLimits = limits_of(kScores);
   static constexpr int kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages, kOwnStages = Tuning::kOwnStages;
   static constexpr int kGradScoreStages = Tuning::kGradScoreStages;
+  static constexpr bool kTakesColumns = take_stat_columns(kScores);
   struct Stage {
     Panels<T, kHeadDim, kBlockN> queries, grads;
   };
@@ -37,7 +38,9 @@ struct Memory : BiasTiles<T, pair_bias_of(kScores), kBlockN, kHopperBlockM, Tune
   Panels<T, kHopperBlockM, kBlockN> grad_scores[kGradScoreStages];  // a row for each query; of one step or two
   // For each warp that multiplies, eight runs of 16 x 8 sums; or rounded results, 16 rows of 64 in one half or two.
   alignas(kPanelAlignment) float4 spaces[kHopperBlockM / 16 + (Tuning::kHasThirdWarpgroup ? 4 : 0)][8][32];
-  float row_stats[kStages][4][kBlockN];  // members of RowStats
+  // Columns of log-sum-exps and of deltas, or members of RowStats.
+  alignas(16) std::conditional_t<kTakesColumns, StatColumns[2][kBlockN], float[4][kBlockN]> row_stats[kStages];
+  StatColumns ones[kTakesColumns ? 16 : 1];  // ones in eight rows' columns, and zeros in their next eight
   Octet groups[kStages][kBlockN / 16];
   LiveGroups live[kStages][LiveGroupFinder::kWarpTiles];
   alignas(16) PairsOfStep<kBlockN, kLimits> pairs[kStages];
@@ -114,6 +117,7 @@ template <class T, int kHeadDim, Scores kScores, bool kOfGrads>
 __device__ __forceinline__ void run_producer(
     const Backward<T>& p, const Sweep<T>& sweep, const MapsOf<kScores>& maps, Memory<T, kHeadDim, kScores>& memory) {
   constexpr bool kPlain = are_plain(kScores), kPacked = are_packed(kScores);
+  constexpr bool kTakesColumns = take_stat_columns(kScores);
   constexpr Limits kLimits = limits_of(kScores);
   const int lane = threadIdx.x % 32;
   const TileLists& lists = sweep.lists;
@@ -147,6 +151,13 @@ __device__ __forceinline__ void run_producer(
           const bool by_lse =
               kPlain && !have_pair_bias(kScores) && !(may_be_biased(kScores) && p.scoring.key_bias != nullptr);
           const int members = by_lse ? 2 : 4;
+          const auto of_member = [&](int member) {
+            if constexpr (kTakesColumns) {
+              return p.row_stats.columns_of(work.matrix, member);
+            } else {
+              return p.row_stats.plane(work.matrix, member);
+            }
+          };
           memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
           if (lane == 0) {
             full.arrive_and_expect_tx(sizeof(stage.grads) + members * sizeof(memory.row_stats[0][0]));
@@ -156,9 +167,9 @@ __device__ __forceinline__ void run_producer(
             const int2 place = place_of_rows<kLimits>(p.grad_output.tokens, here.token_in_memory, work.head);
             boxes.copy(stage.grads, &maps.grad_output, &full, place.x, place.y, work.batch);
             for (int member = boxes.panel; member < members; member += kHeadDim / kPanel) {
+              auto& to = memory.row_stats[pipe.index][member];
               bulk_load(
-                  memory.row_stats[pipe.index][member] + boxes.tile_row,
-                  p.row_stats.plane(work.matrix, member) + here.token, int{sizeof(float)} << boxes.log_tokens, &full);
+                  to + boxes.tile_row, of_member(member) + here.token, int{sizeof(to[0])} << boxes.log_tokens, &full);
             }
           }
         } else {
@@ -384,9 +395,11 @@ __device__ __forceinline__ void run_consumer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kScores>& memory) {
   constexpr bool kPlain = are_plain(kScores), kMayBeBiased = may_be_biased(kScores),
                  kHasPairBias = have_pair_bias(kScores);
-  // Gradients of probabilities begin at minus delta, where nothing else is done to them. It is read before this
-  // warpgroup's products, as shared memory answers late while they run.
-  constexpr bool kFromDelta = kHeadDim == 128 && kScores != Scores::kDropped && kScores != Scores::kOptions;
+  // Products come with what is known of rows, or gradients of probabilities begin at minus delta, where nothing else is
+  // done to them. It is read before this warpgroup's products, as shared memory answers late while they run.
+  constexpr bool kTakesColumns = take_stat_columns(kScores);
+  constexpr bool kFromDelta =
+      kHeadDim == 128 && kScores != Scores::kDropped && kScores != Scores::kOptions && !kTakesColumns;
   constexpr Limits kLimits = limits_of(kScores);
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
@@ -407,6 +420,13 @@ __device__ __forceinline__ void run_consumer(
   const GmmaDescriptor queries(first_stage.queries), output_grads(first_stage.grads);
   const GmmaDescriptor query_columns(first_stage.queries, sizeof(first_stage.queries[0]));
   const GmmaDescriptor output_grad_columns(first_stage.grads, sizeof(first_stage.grads[0]));
+  const GmmaDescriptor stats = GmmaDescriptor::of_short_rows(memory.row_stats[0]);
+  const GmmaDescriptor ones = GmmaDescriptor::of_one_core(memory.ones);
+  // Adds a row's statistic, 0 or 1, to a step's sums: its columns times ones for all keys.
+  const auto add_stats = [&](float (&sums)[kBlockN / 2], int stage, int member) {
+    const int place = stage * sizeof(memory.row_stats[0]) + member * sizeof(memory.row_stats[0][0]);
+    Wgmma<__nv_bfloat16>::from_shared<kBlockN, true>(sums, ones.from(0), stats.from(place), true);
+  };
 
   // Gradients of scores, for those of queries. They are written once the last in their place have been multiplied:
   // where both warpgroups do that, the other says so at barrier 2 + its number, and both have written at barrier 1.
@@ -485,7 +505,7 @@ __device__ __forceinline__ void run_consumer(
         const auto of_rows = [&](int member, int n) {
           return *reinterpret_cast<const float2*>(memory.row_stats[pipe.index][member] + 8 * n + lane % 4 * 2);
         };
-        float2 row_maxima[kBlockN / 8];
+        float2 row_maxima[kBlockN / 8] = {};
         const auto read_row_maxima = [&]() {
 #pragma unroll
           for (int n = 0; n < kBlockN / 8; ++n) {
@@ -504,10 +524,16 @@ __device__ __forceinline__ void run_consumer(
         warpgroup_arrive();
         const uint32_t here = uniform(pipe.index * sizeof(first_stage));
         multiply_rows<T, kHeadDim, kBlockN, kBlockN>(probs, keys, queries + here);
+        if constexpr (kTakesColumns) {
+          add_stats(probs, uniform(pipe.index), 0);
+        }
         warpgroup_commit_batch();
         multiply_rows<T, kHeadDim, kBlockN, kBlockN>(grads, values, output_grads + here, kFromDelta);
+        if constexpr (kTakesColumns) {
+          add_stats(grads, uniform(pipe.index), 1);
+        }
         warpgroup_commit_batch();
-        if constexpr (!kFromDelta) {
+        if constexpr (!kFromDelta && !kTakesColumns) {
           read_row_maxima();  // not before, where the last step's products may be under way
         }
         if (drops) {
@@ -560,7 +586,7 @@ __device__ __forceinline__ void run_consumer(
         warpgroup_wait<1>();
         warpgroup_fence_operand(grads);
         to_score_gradients<kBlockN>(
-            grads, probs, [&](int n) { return kFromDelta ? make_float2(0, 0) : of_rows(1, n); },
+            grads, probs, [&](int n) { return kFromDelta || kTakesColumns ? make_float2(0, 0) : of_rows(1, n); },
             [&](int i) { return !drops    ? 1.0f
                                 : kept[i] ? of_dropout
                                           : 0.0f; });
@@ -621,6 +647,15 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   constexpr int kMultiplying = 4 * (kConsumerWarpgroups + (kGradQueryApart ? 1 : 0));  // warps
+  if constexpr (M::kTakesColumns) {
+    if (threadIdx.x < 16) {
+      memory.ones[threadIdx.x] = {};
+      for (int i = 0; i < kPartsOfStat; ++i) {
+        memory.ones[threadIdx.x].parts[i] = threadIdx.x < 8 ? 1 : 0;
+      }
+      fence_view_async_shared();
+    }
+  }
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < M::kWorkStages; ++stage) {
       memory.work_full[stage].init(1);

@@ -277,20 +277,15 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(
 }
 
 __global__ void __launch_bounds__(kGatherThreads) gather_row_stats_kernel(
-    const __grid_constant__ GatheredLists lists, RowStatsPlanes from, float* to, int all_heads) {
+    const __grid_constant__ GatheredLists lists, RowStatsPlanes from, RowStatsPlanes to, int all_heads) {
   const Runs runs(lists, lists.rows, 1);
   const int64_t matrix = int64_t{runs.batch + lists.of.first_batch} * all_heads + runs.head + lists.of.first_head;
-  to += runs.matrix * 4 * lists.rows;
 #pragma unroll
   for (int i = 0; i < kRunsOfThread; ++i) {
     const int row = runs.first + i * kGatherThreads;
     if (row >= lists.rows) return;
     const int token = lists.tokens[runs.list * lists.rows + row];
-    const RowStats stats = token < 0 ? no_row_stats() : from.at(matrix, token);
-    to[row] = stats.lse;
-    to[row + lists.rows] = stats.delta;
-    to[row + 2 * int64_t{lists.rows}] = stats.row_max;
-    to[row + 3 * int64_t{lists.rows}] = stats.inverse_sum;
+    to.set(runs.matrix, row, token < 0 ? no_row_stats() : from.at(matrix, token));
   }
 }
 
@@ -518,18 +513,18 @@ Tensor gather_rows(const Launcher& launch, const GatheredLists& lists, const Ten
 
 RowsOfBackward gather_row_stats(
     const Launcher& launch, const GatheredLists& lists, const RowsOfBackward& of_tokens, int64_t all_heads,
-    int64_t head_dim, bool with_sums) {
-  const int64_t matrices = int64_t{lists.of.batches} * lists.of.heads, columns = head_dim <= 64 ? 64 : 128;
-  const int64_t rows = matrices * lists.rows, size_of_sums = with_sums ? rows * columns : 0;
-  Tensor data = empty_on(of_tokens.data, {4 * rows + size_of_sums});
-  float* to = data.mutable_data_ptr<float>();
-  if (with_sums) {
-    STD_CUDA_CHECK(cudaMemsetAsync(to + 4 * rows, 0, size_of_sums * sizeof(float), launch.stream()));
+    int64_t head_dim, const RowsWanted& wanted) {
+  const int64_t matrices = int64_t{lists.of.batches} * lists.of.heads;
+  const RowsOfBackward made = empty_rows(of_tokens.data, matrices, lists.rows, lists.rows, head_dim, wanted);
+  const GradQuerySums& sums = made.grad_query_sums;
+  if (wanted.sums) {
+    STD_CUDA_CHECK(
+        cudaMemsetAsync(sums.data, 0, matrices * lists.rows * sums.columns * int64_t{sizeof(float)}, launch.stream()));
   }
   launch.on_grid(
-      gather_row_stats_kernel, grid_of(lists, lists.rows, 1), kGatherThreads, lists, of_tokens.row_stats, to,
-      static_cast<int>(all_heads));
-  return {data, {to, lists.rows}, {with_sums ? to + 4 * rows : nullptr, lists.rows, static_cast<int>(columns)}};
+      gather_row_stats_kernel, grid_of(lists, lists.rows, 1), kGatherThreads, lists, of_tokens.row_stats,
+      made.row_stats, static_cast<int>(all_heads));
+  return made;
 }
 
 void combine_rows(

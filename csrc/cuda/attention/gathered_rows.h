@@ -65,10 +65,10 @@ GatheredRows gather_chosen(
 // in units of none.
 Tensor gather_rows(const Launcher& launch, const GatheredLists& lists, const Tensor& x);
 
-// Statistics of rows for the backward pass, from those of tokens of all heads; and sums of 0, as of make_row_stats.
+// Statistics of rows for the backward pass, from those of tokens of all heads; and what is wanted besides.
 RowsOfBackward gather_row_stats(
     const Launcher& launch, const GatheredLists& lists, const RowsOfBackward& of_tokens, int64_t all_heads,
-    int64_t head_dim, bool with_sums);
+    int64_t head_dim, const RowsWanted& wanted);
 
 // Outputs, (B, H, T, D), lse and statistics of the heads that are gathered, from those of their rows.
 void combine_rows(

@@ -11,6 +11,7 @@
 namespace ds_sparse::attention {
 
 struct RowsOfBackward;  // row_stats.h
+struct RowsWanted;
 
 // Output, lse and rows. forward.cu
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, const TileTensors& rows);
@@ -20,10 +21,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const AttentionCall& call, const AttentionResults& results, const TileTensors& rows, const TileTensors& columns,
     bool deterministic);
 
-// The same where rows' statistics are made otherwise: `make_rows`, with sums for the gradient of query or without.
+// The same where statistics of rows are made otherwise, by `make_rows`.
 std::tuple<Tensor, Tensor, Tensor> attention_gradients(
-    const AttentionCall& call, const Tensor& grad_output, const std::function<RowsOfBackward(bool)>& make_rows,
-    const TileTensors& rows, const TileTensors& columns, bool deterministic);
+    const AttentionCall& call, const Tensor& grad_output,
+    const std::function<RowsOfBackward(const RowsWanted&)>& make_rows, const TileTensors& rows,
+    const TileTensors& columns, bool deterministic);
 
 // The gradient of rpe. backward_bias.cu
 Tensor attention_bias_backward(

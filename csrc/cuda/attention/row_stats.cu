@@ -16,8 +16,9 @@ static_assert(kHopperBlockM % kRowsOfBlock == 0 && kRowsOfWarp == 16);
 
 template <class T, bool kPacked>
 __global__ void __launch_bounds__(kThreads) row_stats_kernel(
-    Matrices<const T> grad_output, Matrices<const T> output, const float2* row_sums, const float* grad_lse, float* to,
-    GradQuerySums sums, int blocks_of_matrix, int64_t padded, int heads, int queries, int head_dim, BlockSpans spans) {
+    Matrices<const T> grad_output, Matrices<const T> output, const float2* row_sums, const float* grad_lse,
+    RowStatsPlanes to, GradQuerySums sums, int blocks_of_matrix, int heads, int queries, int head_dim,
+    BlockSpans spans) {
   const int lane = threadIdx.x % 32, matrix = blockIdx.x / blocks_of_matrix, batch = matrix / heads,
             head = matrix % heads;
   const int first = blockIdx.x % blocks_of_matrix * kRowsOfBlock + threadIdx.x / 32 * kRowsOfWarp;
@@ -61,11 +62,7 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
     if (of_row.y != 0) {
       result = {of_row.x * kLog2E + log2f(of_row.y), sum - of_lse, of_row.x, 1 / of_row.y};
     }
-    float* of_token = to + int64_t{matrix} * 4 * padded + own;
-    of_token[0] = result.lse;
-    of_token[padded] = result.delta;
-    of_token[2 * padded] = result.row_max;
-    of_token[3 * padded] = result.inverse_sum;
+    to.set(matrix, own, result);
   }
 }
 
@@ -73,29 +70,26 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
 
 RowsOfBackward make_row_stats(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
-    const Tensor& row_sums, const BlockSpans& spans, bool with_sums) {
+    const Tensor& row_sums, const BlockSpans& spans, const RowsWanted& wanted) {
   if (grad_lse) {
     check_contiguous(*grad_lse, "grad_lse");
   }
   const int64_t batch = output.size(0), heads = output.size(1), head_dim = output.size(output.dim() - 1),
                 queries = row_sums.numel() / (2 * batch * heads), block = 1 << spans.log_block;
   const int64_t multiple = std::max<int64_t>(block, kHopperBlockM);
-  const int64_t padded = (queries + multiple - 1) / multiple * multiple, rows = batch * heads * padded;
-  const int64_t padded_queries = (queries + 15) / 16 * 16, columns = head_dim <= 64 ? 64 : 128;
-  const int64_t size_of_sums = with_sums ? batch * heads * padded_queries * columns : 0;
-  Tensor data = empty_on(output, {4 * rows + size_of_sums}, ScalarType::Float);
-  float* to = data.mutable_data_ptr<float>();
-  const GradQuerySums sums{with_sums ? to + 4 * rows : nullptr, padded_queries, static_cast<int>(columns)};
+  const int64_t padded = (queries + multiple - 1) / multiple * multiple, matrices = batch * heads;
+  const RowsOfBackward made = empty_rows(output, matrices, padded, (queries + 15) / 16 * 16, head_dim, wanted);
   with_element<false>(output, "attention", [&](auto zero) {
     using T = decltype(zero);
     launch(
-        spans.spans == nullptr ? row_stats_kernel<T, false> : row_stats_kernel<T, true>, rows / kRowsOfBlock, kThreads,
-        matrices_of<const T>(grad_output), matrices_of<const T>(output),
+        spans.spans == nullptr ? row_stats_kernel<T, false> : row_stats_kernel<T, true>,
+        matrices * padded / kRowsOfBlock, kThreads, matrices_of<const T>(grad_output), matrices_of<const T>(output),
         reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
-        grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, to, sums, static_cast<int>(padded / kRowsOfBlock),
-        padded, static_cast<int>(heads), static_cast<int>(queries), static_cast<int>(head_dim), spans);
+        grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, made.row_stats, made.grad_query_sums,
+        static_cast<int>(padded / kRowsOfBlock), static_cast<int>(heads), static_cast<int>(queries),
+        static_cast<int>(head_dim), spans);
   });
-  return {data, RowStatsPlanes{to, padded}, sums};
+  return made;
 }
 
 }  // namespace ds_sparse::attention

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include <optional>
 
 #include "../common/launch.h"
@@ -20,13 +22,53 @@ struct RowStats {
 // One that has no probabilities, or does not exist.
 __host__ __device__ constexpr RowStats no_row_stats() { return {kInfinity, 0.0f, kInfinity, 0.0f}; }
 
+// A number as columns of a row whose product with ones it is, to 24 bits. They are bf16 whatever operands are: numbers
+// of fp16 end at 65504.
+struct alignas(16) StatColumns {
+  __nv_bfloat16 parts[8];
+};
+constexpr int kPartsOfStat = 3;
+
+__device__ __forceinline__ StatColumns stat_columns(float x) {
+  StatColumns columns{};
+#pragma unroll
+  for (int i = 0; i < kPartsOfStat; ++i) {
+    columns.parts[i] = __float2bfloat16(x);
+    x -= __bfloat162float(columns.parts[i]);
+  }
+  return columns;
+}
+
 // Statistics of all rows, (B, H, 4, padded T), by their aligned numbers, each member in a plane of its own: the copy
 // engine brings whole blocks, past the last token too, and there are as many.
 struct RowStatsPlanes {
-  const float* data;
+  float* data;
   int64_t padded;
+  // (B, H, 2, padded T), or null: minus lse over `scale_log2`, which exponents multiply products of queries and keys
+  // by, and minus delta. Added to these products, and to those of grad_output and values, they leave nothing to look
+  // up.
+  StatColumns* columns;
+  float scale_log2;
 
   __device__ const float* plane(int64_t matrix, int member) const { return data + (matrix * 4 + member) * padded; }
+  __device__ const StatColumns* columns_of(int64_t matrix, int member) const {
+    return columns + (matrix * 2 + member) * padded;
+  }
+  __device__ void set(int64_t matrix, int token, const RowStats& stats) const {
+    float* first = data + matrix * 4 * padded + token;
+    first[0] = stats.lse;
+    first[padded] = stats.delta;
+    first[2 * padded] = stats.row_max;
+    first[3 * padded] = stats.inverse_sum;
+    if (columns != nullptr) {
+      StatColumns* of_token = columns + matrix * 2 * padded + token;
+      // A row without probabilities has an infinite one, of which there are no parts.
+      constexpr float most = 3.3e38f;
+      const float of_products = stats.lse / scale_log2;
+      of_token[0] = stat_columns(of_products > most ? -most : -of_products);
+      of_token[padded] = stat_columns(-stats.delta);
+    }
+  }
   __device__ RowStats at(int64_t matrix, int token) const {
     const float* first = plane(matrix, 0) + token;
     return {first[0], first[padded], first[2 * padded], first[3 * padded]};
@@ -45,16 +87,38 @@ struct GradQuerySums {
   }
 };
 
-// What backward's passes read of rows, and begin their sums with; the tensor holds both.
+// What a pass wants of rows besides: sums of 0 for the gradients of queries; columns, for exponents that multiply by
+// this number.
+struct RowsWanted {
+  bool sums = false;
+  std::optional<float> columns_scale_log2;
+};
+
+// What backward's passes read of rows, and begin their sums with; the tensor holds all.
 struct RowsOfBackward {
   Tensor data;
   RowStatsPlanes row_stats;
   GradQuerySums grad_query_sums;
 };
 
-// Statistics of all rows, and sums of 0 for the gradients of queries where they are asked for. row_stats.cu
+// Space for so many rows of each of `matrices`, and so many that are summed.
+inline RowsOfBackward empty_rows(
+    const Tensor& on, int64_t matrices, int64_t padded, int64_t summed, int64_t head_dim, const RowsWanted& wanted) {
+  constexpr int64_t floats = sizeof(StatColumns) / sizeof(float);
+  const int64_t rows = matrices * padded, of_columns = wanted.columns_scale_log2 ? 2 * rows * floats : 0;
+  const int64_t columns = head_dim <= 64 ? 64 : 128, of_sums = wanted.sums ? matrices * summed * columns : 0;
+  Tensor data = empty_on(on, {4 * rows + of_columns + of_sums}, ScalarType::Float);
+  float *first = data.mutable_data_ptr<float>(), *behind = first + 4 * rows;
+  return {
+      data,
+      {first, padded, of_columns > 0 ? reinterpret_cast<StatColumns*>(behind) : nullptr,
+       wanted.columns_scale_log2.value_or(0)},
+      {wanted.sums ? behind + of_columns : nullptr, summed, static_cast<int>(columns)}};
+}
+
+// Statistics of all rows, and what is wanted besides. row_stats.cu
 RowsOfBackward make_row_stats(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
-    const Tensor& row_sums, const BlockSpans& spans, bool with_sums = false);
+    const Tensor& row_sums, const BlockSpans& spans, const RowsWanted& wanted = {});
 
 }  // namespace ds_sparse::attention

@@ -35,6 +35,8 @@ constexpr bool have_pair_bias(Scores scores) { return pair_bias_of(scores) != Pa
 constexpr bool may_be_biased(Scores scores) {
   return scores == Scores::kDropped || scores == Scores::kBiased || have_pair_bias(scores);
 }
+// Backward, statistics of rows come as columns of products (Scoring::are_products_alone).
+constexpr bool take_stat_columns(Scores scores) { return are_plain(scores) && !may_be_biased(scores); }
 // Thresholds of dropout are those of fp16 numbers; others are left to kOptions.
 constexpr bool drops_by_halves(Scores scores) { return scores == Scores::kDropped; }
 // Forward, the copy engine brings biases of keys beside the keys.

@@ -90,8 +90,8 @@ class GatheredCall {
       const GatheredRows made = gather_chosen(launch_, all_, part, query_, call_.tile, true);
       const Operands x(*this, made.lists);
       const Tensor of_output = gather_rows(launch_, made.lists, grads);
-      const auto stats_of_rows = [&](bool with_sums) {
-        return gather_row_stats(launch_, made.lists, stats, given_.heads(), given_.head_dim(), with_sums);
+      const auto stats_of_rows = [&](const RowsWanted& wanted) {
+        return gather_row_stats(launch_, made.lists, stats, given_.heads(), given_.head_dim(), wanted);
       };
       auto [of_query, of_key, of_value] = attention_gradients(
           call_on(x, made.lists), of_output, stats_of_rows, tiles_in(made.row_tiles), tiles_in(made.column_tiles),

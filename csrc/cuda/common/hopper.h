@@ -202,6 +202,21 @@ struct GmmaDescriptor {
   __device__ __forceinline__ explicit GmmaDescriptor(const void* panel, uint32_t panels_apart = 0)
       : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | 1024 >> 4) {}
 
+  // Of rows of 16 bytes, one behind the other, where the eight numbers are those along k, and stand for the next eight
+  // as well.
+  static __device__ __forceinline__ GmmaDescriptor of_short_rows(const void* rows) {
+    GmmaDescriptor of_rows(rows);
+    of_rows.high = 128 >> 4;  // no swizzle; groups of 8 rows are 128 bytes apart
+    return of_rows;
+  }
+
+  // Of eight such rows that stand for all, and behind them those of the next eight numbers along k.
+  static __device__ __forceinline__ GmmaDescriptor of_one_core(const void* rows) {
+    GmmaDescriptor of_rows(rows, 128);
+    of_rows.high = 0;
+    return of_rows;
+  }
+
   // So many bytes on.
   __device__ __forceinline__ GmmaDescriptor operator+(uint32_t bytes) const {
     GmmaDescriptor sum = *this;
