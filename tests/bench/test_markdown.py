@@ -20,18 +20,18 @@ RUNS = {
         "| 16 | 0.44 | above 0.90 | above 0.90 |",
     ],
     "attention-growth-h200": [
-        "| 16,384 | 4, 16, 64 | 0.442 / 1.27 / 1.71 | 1.89 / 1.96 / 1.94 |",
+        "| 16,384 | 4, 16, 64 | 0.444 / 1.22 / 1.66 | 1.89 / 1.97 / 1.95 |",
         (
-            "- Twice the tokens take 1.89 to 2.1 times as long forward, 1.96 to 2.2 times as long backward, "
-            "1.94 to 2.1 times as long forward+backward as half of them."
+            "- Twice the tokens take 1.89 to 2.2 times as long forward, 1.97 to 2.2 times as long backward, "
+            "1.95 to 2.1 times as long forward+backward as half of them."
         ),
     ],
     "matmul-h200": [
         (
-            "| bslongformer-9, block 16, 4.3 % | 0.0388 / 0.0821 (72 / 68 %) | 0.0406 / 0.0556 (79 / 87 %) "
-            "| 0.0414 / 0.0820 (68 / 68 %) | 0.0420 / 0.0985 (66 / 57 %) |"
+            "| bslongformer-9, block 16, 4.3 % | 0.0375 / 0.0824 (74 / 67 %) | 0.0405 / 0.0557 (79 / 86 %) "
+            "| 0.0419 / 0.0808 (66 / 69 %) | 0.0422 / 0.0973 (66 / 57 %) |"
         ),
-        "- `torch.sparse sdd` takes 1.17 to 14 times as long forward as `sdd`.",
+        "- `torch.sparse sdd` takes 1.18 to 14 times as long forward as `sdd`.",
     ],
     "matmul-cpu": [
         "| fixed, block 64, 34 %, fp32 | 12.0 / 27.8 | 7.51 / 13.2 | 14.1 / 24.3 | 14.4 / 26.9 |",
@@ -50,17 +50,17 @@ RUNS = {
     ],
     "packed-h200": [
         (
-            "| bigbird, block 64 | 9 of 24 to 4,093 | 12, 32,768, 64 | 0.180 / 0.664 | 182 / 49.3 | 8 x "
-            "4,093 | 97 % / 99 % | 100 % | 97 % / 99 % | 1.07 / 1.10 | 2.29 |"
+            "| bigbird, block 64 | 9 of 24 to 4,093 | 12, 32,768, 64 | 0.179 / 0.647 | 183 / 50.7 | 8 x "
+            "4,093 | 98 % / 98 % | 100 % | 98 % / 98 % | 1.07 / 1.09 | 2.44 |"
         ),
         (
-            "- The padded batch takes 1.07 to 6.1 times as long forward, 1.10 to 5.7 times as long "
+            "- The padded batch takes 1.07 to 6.1 times as long forward, 1.09 to 5.6 times as long "
             "forward+backward as packed documents."
         ),
-        ("- `flex` takes 1.84 to 20 times as long forward, 1.74 to 13 times as long forward+backward as `ds_sparse`."),
+        ("- `flex` takes 1.82 to 20 times as long forward, 1.74 to 13 times as long forward+backward as `ds_sparse`."),
         (
-            "| window 128, causal | 54 of 28 to 4,725 | 12, 32,768, 64 | 0.0914 / 0.367 | 2.5 / 2.9 | 1.82 "
-            "/ 2.0 | 2.9 / 2.1 |"
+            "| window 128, causal | 54 of 28 to 4,725 | 12, 32,768, 64 | 0.0914 / 0.371 | 2.5 / 2.8 | 1.83 "
+            "/ 1.98 | 2.9 / 2.1 |"
         ),
     ],
     "tokens-4k-cpu": [
