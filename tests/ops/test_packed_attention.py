@@ -76,6 +76,15 @@ def test_packed_documents_are_as_separate_calls(
     hold(replace(case, poisoned=deterministic), device)
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.00000005e-6, 2e-6])
+def test_scales_about_the_least(device: str, scale: float):
+    """The second is more than 1e-6, but not in float32."""
+    tensors = dict(zip(("query", "key", "value"), (x.detach() for x in operands("cpu", dtype=torch.bfloat16))))
+    tensors["query"] *= 1e6  # scores of a usual size
+    documents = Documents(cu_seqlens_of(LENGTHS[0], "cpu"), "own")
+    hold(packed_case(tensors, LAYOUT, 16, documents, scale=scale), device)
+
+
 @pytest.mark.parametrize("form", ["rows", "tokens first", "nested"])
 @pytest.mark.parametrize("document_layout", ["own", "row"])
 def test_other_forms_of_a_packed_row_give_the_same(device: str, document_layout: str, form: str):

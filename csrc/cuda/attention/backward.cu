@@ -12,6 +12,7 @@
 #include "poison.h"
 #include "recompute.h"
 #include "row_stats.h"
+#include "scores_sm90.h"
 
 namespace ds_sparse::attention {
 namespace {
@@ -108,8 +109,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_gradients(
   const bool in_one_sweep =
       on_hopper && !deterministic && !(call.chosen && chosen_take_two_sweeps(head_dim, call.block));
   RowsWanted wanted{in_one_sweep};
-  if (on_hopper && scoring.are_products_alone()) {
-    wanted.columns_scale_log2 = scoring.scale * kLog2E;
+  if (on_hopper && take_stat_columns(scores_of(scoring, lists_of(call, columns, false)))) {
+    wanted.stats_scale_log2 = scoring.scale * kLog2E;
   }
   const auto [data_of_rows, row_stats, grad_query_sums] = make_rows(wanted);
   StateOfPass state(launch, query);

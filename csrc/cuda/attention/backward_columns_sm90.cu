@@ -148,12 +148,11 @@ __device__ __forceinline__ void run_producer(
         const Gathered<kBlockN, kPacked> here(other, boxes, next, step);
         next = Listed<kBlockN, kPacked>(other, step + 1);
         if constexpr (kOfGrads) {
-          const bool by_lse =
-              kPlain && !have_pair_bias(kScores) && !(may_be_biased(kScores) && p.scoring.key_bias != nullptr);
+          const bool by_lse = kTakesColumns || (kPlain && !have_pair_bias(kScores) && p.scoring.key_bias == nullptr);
           const int members = by_lse ? 2 : 4;
           const auto of_member = [&](int member) {
             if constexpr (kTakesColumns) {
-              return p.row_stats.columns_of(work.matrix, member);
+              return p.row_stats.stat_columns_of(work.matrix, member);
             } else {
               return p.row_stats.plane(work.matrix, member);
             }
@@ -395,11 +394,10 @@ __device__ __forceinline__ void run_consumer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kScores>& memory) {
   constexpr bool kPlain = are_plain(kScores), kMayBeBiased = may_be_biased(kScores),
                  kHasPairBias = have_pair_bias(kScores);
-  // Products come with what is known of rows, or gradients of probabilities begin at minus delta, where nothing else is
-  // done to them. It is read before this warpgroup's products, as shared memory answers late while they run.
+  // Products bring row statistics. Else, where nothing else is done to them, gradients of probabilities begin at minus
+  // delta, which is read before this warpgroup's products, as shared memory answers late while they run.
   constexpr bool kTakesColumns = take_stat_columns(kScores);
-  constexpr bool kFromDelta =
-      kHeadDim == 128 && kScores != Scores::kDropped && kScores != Scores::kOptions && !kTakesColumns;
+  constexpr bool kFromDelta = kHeadDim == 128 && (kScores == Scores::kBiased || kHasPairBias);
   constexpr Limits kLimits = limits_of(kScores);
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
@@ -505,11 +503,11 @@ __device__ __forceinline__ void run_consumer(
         const auto of_rows = [&](int member, int n) {
           return *reinterpret_cast<const float2*>(memory.row_stats[pipe.index][member] + 8 * n + lane % 4 * 2);
         };
-        float2 row_maxima[kBlockN / 8] = {};
+        float2 row_maxima[kBlockN / 8] = {};  // 0 where products bring lse
         const auto read_row_maxima = [&]() {
 #pragma unroll
           for (int n = 0; n < kBlockN / 8; ++n) {
-            row_maxima[n] = of_rows(kPlain && !(kMayBeBiased && scaled) ? 0 : 2, n);
+            row_maxima[n] = of_rows(kPlain && !scaled ? 0 : 2, n);
           }
         };
         if constexpr (kFromDelta) {
@@ -745,6 +743,7 @@ void columns_on_hopper(
     const auto run = [&](auto kind, auto with_queries) {
       constexpr Scores kScores = decltype(kind)::value;
       using M = Memory<T, kHeadDim, kScores>;
+      static_assert(sizeof(M) + kPanelAlignment <= 227 * 1024);
       MapsOf<kScores> all_maps{maps};
       std::optional<Tensor> of_distances;
       if constexpr (pair_bias_of(kScores) == PairBias::kTile) {

@@ -29,7 +29,7 @@ struct alignas(16) StatColumns {
 };
 constexpr int kPartsOfStat = 3;
 
-__device__ __forceinline__ StatColumns stat_columns(float x) {
+__device__ __forceinline__ StatColumns to_columns(float x) {
   StatColumns columns{};
 #pragma unroll
   for (int i = 0; i < kPartsOfStat; ++i) {
@@ -47,12 +47,12 @@ struct RowStatsPlanes {
   // (B, H, 2, padded T), or null: minus lse over `scale_log2`, which exponents multiply products of queries and keys
   // by, and minus delta. Added to these products, and to those of grad_output and values, they leave nothing to look
   // up.
-  StatColumns* columns;
+  StatColumns* stat_columns;
   float scale_log2;
 
   __device__ const float* plane(int64_t matrix, int member) const { return data + (matrix * 4 + member) * padded; }
-  __device__ const StatColumns* columns_of(int64_t matrix, int member) const {
-    return columns + (matrix * 2 + member) * padded;
+  __device__ const StatColumns* stat_columns_of(int64_t matrix, int member) const {
+    return stat_columns + (matrix * 2 + member) * padded;
   }
   __device__ void set(int64_t matrix, int token, const RowStats& stats) const {
     float* first = data + matrix * 4 * padded + token;
@@ -60,13 +60,14 @@ struct RowStatsPlanes {
     first[padded] = stats.delta;
     first[2 * padded] = stats.row_max;
     first[3 * padded] = stats.inverse_sum;
-    if (columns != nullptr) {
-      StatColumns* of_token = columns + matrix * 2 * padded + token;
-      // A row without probabilities has an infinite one, of which there are no parts.
+    if (stat_columns != nullptr) {
+      StatColumns* of_token = stat_columns + matrix * 2 * padded + token;
+      // A row without probabilities has an infinite one, of which there are no parts. NaN stays, so that the row is
+      // made again (recompute.cu).
       constexpr float most = 3.3e38f;
       const float of_products = stats.lse / scale_log2;
-      of_token[0] = stat_columns(of_products > most ? -most : -of_products);
-      of_token[padded] = stat_columns(-stats.delta);
+      of_token[0] = to_columns(of_products > most ? -most : -of_products);
+      of_token[padded] = to_columns(-stats.delta);
     }
   }
   __device__ RowStats at(int64_t matrix, int token) const {
@@ -87,11 +88,11 @@ struct GradQuerySums {
   }
 };
 
-// What a pass wants of rows besides: sums of 0 for the gradients of queries; columns, for exponents that multiply by
-// this number.
+// What a pass wants of rows besides: sums of 0 for the gradients of queries; statistics as columns, for exponents that
+// multiply by this number.
 struct RowsWanted {
   bool sums = false;
-  std::optional<float> columns_scale_log2;
+  std::optional<float> stats_scale_log2;
 };
 
 // What backward's passes read of rows, and begin their sums with; the tensor holds all.
@@ -105,15 +106,15 @@ struct RowsOfBackward {
 inline RowsOfBackward empty_rows(
     const Tensor& on, int64_t matrices, int64_t padded, int64_t summed, int64_t head_dim, const RowsWanted& wanted) {
   constexpr int64_t floats = sizeof(StatColumns) / sizeof(float);
-  const int64_t rows = matrices * padded, of_columns = wanted.columns_scale_log2 ? 2 * rows * floats : 0;
+  const int64_t rows = matrices * padded, of_stats = wanted.stats_scale_log2 ? 2 * rows * floats : 0;
   const int64_t columns = head_dim <= 64 ? 64 : 128, of_sums = wanted.sums ? matrices * summed * columns : 0;
-  Tensor data = empty_on(on, {4 * rows + of_columns + of_sums}, ScalarType::Float);
+  Tensor data = empty_on(on, {4 * rows + of_stats + of_sums}, ScalarType::Float);
   float *first = data.mutable_data_ptr<float>(), *behind = first + 4 * rows;
   return {
       data,
-      {first, padded, of_columns > 0 ? reinterpret_cast<StatColumns*>(behind) : nullptr,
-       wanted.columns_scale_log2.value_or(0)},
-      {wanted.sums ? behind + of_columns : nullptr, summed, static_cast<int>(columns)}};
+      {first, padded, of_stats > 0 ? reinterpret_cast<StatColumns*>(behind) : nullptr,
+       wanted.stats_scale_log2.value_or(0)},
+      {wanted.sums ? behind + of_stats : nullptr, summed, static_cast<int>(columns)}};
 }
 
 // Statistics of all rows, and what is wanted besides. row_stats.cu

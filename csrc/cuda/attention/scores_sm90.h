@@ -35,7 +35,7 @@ constexpr bool have_pair_bias(Scores scores) { return pair_bias_of(scores) != Pa
 constexpr bool may_be_biased(Scores scores) {
   return scores == Scores::kDropped || scores == Scores::kBiased || have_pair_bias(scores);
 }
-// Backward, statistics of rows come as columns of products (Scoring::are_products_alone).
+// Backward, statistics of rows come as columns of products.
 constexpr bool take_stat_columns(Scores scores) { return are_plain(scores) && !may_be_biased(scores); }
 // Thresholds of dropout are those of fp16 numbers; others are left to kOptions.
 constexpr bool drops_by_halves(Scores scores) { return scores == Scores::kDropped; }
@@ -247,40 +247,56 @@ __device__ __forceinline__ void scale_and_add_pair_bias(
 // their differences; far below, the scale over the cap is no number.
 constexpr float kLeastPlainCap = 1e-30f, kLargestPlainCap = 1e4f, kLargestScaleToCap = 1e30f;
 
+// The kind that a call's scores are of.
+inline Scores scores_of(const Scoring& scoring, const TileLists& lists) {
+  const bool chosen = scoring.chosen.bits != nullptr;
+  const bool limited = chosen || scoring.window.limits != nullptr || lists.pairs != nullptr;
+  const bool has_far_softcap =
+      scoring.softcap > 0 && (scoring.softcap < kLeastPlainCap || scoring.softcap > kLargestPlainCap ||
+                              scoring.scale / scoring.softcap > kLargestScaleToCap);
+  const bool biased = scoring.adds_to_keys() || scoring.softcap > 0;
+  if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
+    return Scores::kPacked;
+  }
+  if (scoring.plain_but_for_rpe() && is_read_in_tiles(scoring.rpe) && !limited && !scoring.drops()) {
+    return Scores::kTiled;
+  }
+  if (scoring.plain_but_for_rpe() && goes_by_distance(scoring.rpe) && !limited && !scoring.drops()) {
+    return Scores::kByDistance;
+  }
+  if (!scoring.plain_but_for_rpe() || scoring.rpe.kind != Bias::kNone || (limited && (scoring.drops() || biased)) ||
+      (scoring.drops() && scoring.softcap > 0) || has_far_softcap ||
+      scoring.dropout_threshold > Dropout::kLargestHalf) {
+    return Scores::kOptions;
+  }
+  return chosen            ? Scores::kChosen
+         : limited         ? Scores::kLimited
+         : scoring.drops() ? Scores::kDropped
+         : biased          ? Scores::kBiased
+                           : Scores::kPlain;
+}
+
 // Calls f with the head size, padded, and the kind of scores.
 template <class F>
 void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
-  const auto with_options = [&](auto padded) {
-    const bool chosen = scoring.chosen.bits != nullptr;
-    const bool limited = chosen || scoring.window.limits != nullptr || lists.pairs != nullptr;
-    const bool has_far_softcap =
-        scoring.softcap > 0 && (scoring.softcap < kLeastPlainCap || scoring.softcap > kLargestPlainCap ||
-                                scoring.scale / scoring.softcap > kLargestScaleToCap);
-    const bool biased = scoring.adds_to_keys() || scoring.softcap > 0;
-    if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
-      f(padded, std::integral_constant<Scores, Scores::kPacked>{});
-    } else if (scoring.plain_but_for_rpe() && is_read_in_tiles(scoring.rpe) && !limited && !scoring.drops()) {
-      f(padded, std::integral_constant<Scores, Scores::kTiled>{});
-    } else if (scoring.plain_but_for_rpe() && goes_by_distance(scoring.rpe) && !limited && !scoring.drops()) {
-      f(padded, std::integral_constant<Scores, Scores::kByDistance>{});
-    } else if (
-        !scoring.plain_but_for_rpe() || scoring.rpe.kind != Bias::kNone || (limited && (scoring.drops() || biased)) ||
-        (scoring.drops() && scoring.softcap > 0) || has_far_softcap ||
-        scoring.dropout_threshold > Dropout::kLargestHalf) {
-      f(padded, std::integral_constant<Scores, Scores::kOptions>{});
-    } else if (chosen) {
-      f(padded, std::integral_constant<Scores, Scores::kChosen>{});
-    } else if (limited) {
-      f(padded, std::integral_constant<Scores, Scores::kLimited>{});
-    } else if (scoring.drops()) {
-      f(padded, std::integral_constant<Scores, Scores::kDropped>{});
-    } else if (biased) {
-      f(padded, std::integral_constant<Scores, Scores::kBiased>{});
-    } else {
-      f(padded, std::integral_constant<Scores, Scores::kPlain>{});
+  const auto with_scores = [&](auto padded) {
+    switch (scores_of(scoring, lists)) {
+#define DS_SPARSE_SCORES(kind) \
+  case Scores::kind:           \
+    return f(padded, std::integral_constant<Scores, Scores::kind>{});
+      DS_SPARSE_SCORES(kPlain)
+      DS_SPARSE_SCORES(kPacked)
+      DS_SPARSE_SCORES(kDropped)
+      DS_SPARSE_SCORES(kLimited)
+      DS_SPARSE_SCORES(kOptions)
+      DS_SPARSE_SCORES(kBiased)
+      DS_SPARSE_SCORES(kTiled)
+      DS_SPARSE_SCORES(kByDistance)
+      DS_SPARSE_SCORES(kChosen)
+#undef DS_SPARSE_SCORES
     }
   };
-  head_dim <= 64 ? with_options(std::integral_constant<int, 64>{}) : with_options(std::integral_constant<int, 128>{});
+  head_dim <= 64 ? with_scores(std::integral_constant<int, 64>{}) : with_scores(std::integral_constant<int, 128>{});
 }
 
 }  // namespace ds_sparse::attention

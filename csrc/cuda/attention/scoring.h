@@ -134,9 +134,7 @@ struct Scoring {
   // True where scores are products times a positive number, which exponents can take with them, or masked. Exponents of
   // others, which may be large, are differences first.
   bool plain() const { return plain_but_for_rpe() && rpe.kind == Bias::kNone && !adds_to_keys() && softcap == 0; }
-  // The same without dropout: exponents are products of queries and keys times a number, less a number of the row.
-  bool are_products_alone() const { return plain() && !drops(); }
-  // Plain without a look at rpe, at numbers added to keys, and at a soft cap.
+  // The same without a look at rpe, at numbers added to keys, and at a soft cap.
   bool plain_but_for_rpe() const { return scale > kLeastPlainScale && attn_mask.kind == Bias::kNone; }
   bool adds_to_keys() const { return key_bias != nullptr && !only_masks_keys; }
   __host__ __device__ bool drops() const { return dropout_seed != nullptr; }

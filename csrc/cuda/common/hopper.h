@@ -194,7 +194,7 @@ __device__ __forceinline__ void warpgroup_fence_operand(float (&sums)[kCount]) {
 }
 
 // A panel of a tile as an operand of wgmma, from which its descriptors are made. `panels_apart`: bytes between panels,
-// where an operand's lines run along the product's n.
+// where an operand's lines run along the product's n; without a swizzle, between eight numbers along k and the next.
 struct GmmaDescriptor {
   uint32_t low, high;
 
@@ -202,15 +202,16 @@ struct GmmaDescriptor {
   __device__ __forceinline__ explicit GmmaDescriptor(const void* panel, uint32_t panels_apart = 0)
       : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | 1024 >> 4) {}
 
-  // Of rows of 16 bytes, one behind the other, where the eight numbers are those along k, and stand for the next eight
-  // as well.
+  // Of rows of 16 bytes, one behind the other: the eight numbers along k, which stand for the next eight as well, as
+  // these are 0 bytes apart.
   static __device__ __forceinline__ GmmaDescriptor of_short_rows(const void* rows) {
     GmmaDescriptor of_rows(rows);
     of_rows.high = 128 >> 4;  // no swizzle; groups of 8 rows are 128 bytes apart
     return of_rows;
   }
 
-  // Of eight such rows that stand for all, and behind them those of the next eight numbers along k.
+  // Of eight such rows that stand for all, as groups of 8 rows are 0 bytes apart; behind them those of the next eight
+  // numbers along k.
   static __device__ __forceinline__ GmmaDescriptor of_one_core(const void* rows) {
     GmmaDescriptor of_rows(rows, 128);
     of_rows.high = 0;
