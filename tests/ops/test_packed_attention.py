@@ -79,7 +79,7 @@ def test_packed_documents_are_as_separate_calls(
 @pytest.mark.parametrize("scale", [1e-6, 1.00000005e-6, 2e-6])
 def test_scales_about_the_least(device: str, scale: float):
     """The second is more than 1e-6, but not in float32."""
-    tensors = dict(zip(("query", "key", "value"), (x.detach() for x in operands("cpu", dtype=torch.bfloat16))))
+    tensors = tensors_of(torch.bfloat16)
     tensors["query"] *= 1e6  # scores of a usual size
     documents = Documents(cu_seqlens_of(LENGTHS[0], "cpu"), "own")
     hold(packed_case(tensors, LAYOUT, 16, documents, scale=scale), device)
@@ -90,7 +90,7 @@ def test_scales_about_the_least(device: str, scale: float):
 def test_other_forms_of_a_packed_row_give_the_same(device: str, document_layout: str, form: str):
     """As each document alone, with its own layout or with what the row's leaves of it, and its sinks."""
     for causal, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        tensors = dict(zip(("query", "key", "value"), (x.detach() for x in operands("cpu", dtype=dtype))))
+        tensors = tensors_of(dtype)
         tensors["sinks"] = random(seeded(), 4, dtype=dtype)
         live = torch.rand(4, 22, 22, generator=seeded(4)) < 0.5
         documents = Documents(cu_seqlens_of(LENGTHS[0], "cpu"), document_layout)
@@ -104,6 +104,11 @@ def operands(
         torch.randn(1, heads, tokens, head_dim, generator=seeded(heads)).to(device, dtype).requires_grad_()
         for heads in (4, 2, 2)
     ]
+
+
+def tensors_of(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    operands_of_cpu = (x.detach() for x in operands("cpu", dtype=dtype))
+    return dict(zip(("query", "key", "value"), operands_of_cpu, strict=True))
 
 
 LAYOUT = layout_for(LENGTHS[0], 16, 4)

@@ -108,8 +108,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_gradients(
   const bool on_hopper = runs_on_hopper(launch, call);
   const bool in_one_sweep =
       on_hopper && !deterministic && !(call.chosen && chosen_take_two_sweeps(head_dim, call.block));
+  const TileLists row_lists = lists_of(call, rows, true), column_lists = lists_of(call, columns, false);
   RowsWanted wanted{in_one_sweep};
-  if (on_hopper && take_stat_columns(scores_of(scoring, lists_of(call, columns, false)))) {
+  if (on_hopper && take_stat_columns(scores_of(scoring, column_lists))) {
     wanted.stats_scale_log2 = scoring.scale * kLog2E;
   }
   const auto [data_of_rows, row_stats, grad_query_sums] = make_rows(wanted);
@@ -131,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_gradients(
     const auto sweep = [&](auto by_columns, const TileTensors& tiles, const Tensor& grad_first,
                            const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
-      const TileLists lists = lists_of(call, tiles, !kByColumns);
+      const TileLists& lists = kByColumns ? column_lists : row_lists;
       const int64_t length = kByColumns ? call.keys() : call.queries(), num_cuts = tiles.cuts.size(0),
                     splits = num_splits(tiles, lists);
       const int64_t split_size = copies * splits * lists.sub_tiles * lists.tile * head_dim;
@@ -182,13 +183,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_gradients(
       }
     }
     recompute_gradients(
-        launch, p, lists_of(call, rows, true), lists_of(call, columns, false), matrices_of<T>(grad_query),
-        matrices_of<T>(grad_key), matrices_of<T>(grad_value), batch);
+        launch, p, row_lists, column_lists, matrices_of<T>(grad_query), matrices_of<T>(grad_key),
+        matrices_of<T>(grad_value), batch);
     state.done();
   });
-  poison_rows(launch, call, lists_of(call, rows, true), call.queries(), {&grad_query});
+  poison_rows(launch, call, row_lists, call.queries(), {&grad_query});
   // In one sweep, gradients of queries are summed over the lists of keys.
-  poison_rows(launch, call, lists_of(call, columns, false), call.keys(), {&grad_key, &grad_value}, {}, {&grad_query});
+  poison_rows(launch, call, column_lists, call.keys(), {&grad_key, &grad_value}, {}, {&grad_query});
   return {grad_query, grad_key, grad_value};
 }
 

@@ -743,7 +743,7 @@ void columns_on_hopper(
     const auto run = [&](auto kind, auto with_queries) {
       constexpr Scores kScores = decltype(kind)::value;
       using M = Memory<T, kHeadDim, kScores>;
-      static_assert(sizeof(M) + kPanelAlignment <= 227 * 1024);
+      static_assert(sizeof(M) + kPanelAlignment <= kHopperMemory);
       MapsOf<kScores> all_maps{maps};
       std::optional<Tensor> of_distances;
       if constexpr (pair_bias_of(kScores) == PairBias::kTile) {

@@ -285,7 +285,7 @@ void launch_forward(
     const Launcher& launch, const Forward<T>& p, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& output, int64_t copies) {
   constexpr int kConsumerGroups = M::Tuning::kConsumerGroups, kBlockN = M::kBlockN;
-  static_assert(kConsumerGroups * sizeof(M) + kPanelAlignment <= 227 * 1024);
+  static_assert(kConsumerGroups * sizeof(M) + kPanelAlignment <= kHopperMemory);
   const int box = std::min(1 << p.lists.log_other, kBlockN), own_box = std::min(1 << p.lists.log_block, M::kRows);
   const CUtensorMap query_map = tensor_map_of_rows(query, own_box);
   OtherMaps<kScores> other_maps{{tensor_map_of_rows(output, own_box)}};

@@ -24,6 +24,7 @@ namespace ds_sparse {
 // Bytes of shared memory that a thread block may have on every GPU since sm_80; 86, 89 and 120 have no more. Kernels
 // that are not for Hopper alone keep to it.
 constexpr size_t kPortableMemory = 99 << 10;
+constexpr size_t kHopperMemory = 227 << 10;  // and on Hopper
 
 // The least and the most that it may have on a GPU which runs the machine code that is being made; that of 80 is for 86
 // and 89, too. PTX is for later GPUs with as much as the one that it is made for.
@@ -32,7 +33,7 @@ constexpr size_t kLeastMemory = kPortableMemory, kMostMemory = SIZE_MAX;
 #elif __CUDA_ARCH__ >= 1200
 constexpr size_t kLeastMemory = kPortableMemory, kMostMemory = kPortableMemory;
 #elif __CUDA_ARCH__ >= 900
-constexpr size_t kLeastMemory = 227 << 10, kMostMemory = 227 << 10;
+constexpr size_t kLeastMemory = kHopperMemory, kMostMemory = kHopperMemory;
 #else
 constexpr size_t kLeastMemory = kPortableMemory, kMostMemory = 163 << 10;
 #endif
