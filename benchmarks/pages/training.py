@@ -34,7 +34,7 @@ def summary(name: str, folder: Path) -> dict[str, Any]:
         "name": name,
         "density": 1.0 if walk is None else walk.density,
         "seq_len": seq_len,
-        "batch": terms["deepspeed_config"]["train_batch_size"],
+        "batch": terms["train_batch_size"],
         "tokens_per_second": statistics.median(record["tokens_per_second"] for record in steps[FIRST_STEPS:]),
         "peak_gib": max(record["memory_gib"] for record in steps),
         "held_out": [[x["step"], round(x["held_out_mlm_loss"], 4)] for x in records if "held_out_mlm_loss" in x],

@@ -13,7 +13,7 @@ def test_the_command_sums_up_a_run_of_each_attention(tmp_path, monkeypatch):
     """A run of 14 steps; the first four take longer."""
     checkpoint = tmp_path / "sparse" / "checkpoints" / "step14"
     checkpoint.mkdir(parents=True)
-    terms = {"deepspeed_config": {"train_batch_size": 4}, "max_seq_length": 8192}
+    terms = {"train_batch_size": 4, "max_seq_length": 8192}
     (checkpoint / "state.json").write_text(json.dumps({"terms": terms, "position": {}}))
     (checkpoint.parent / "latest").write_text("step14")
     steps = [
