@@ -28,11 +28,16 @@ find_compiler() {
 
 prepare() {
   local venv=$root/.venv stamp=$root/.venv/ds_sparse-$extras.stamp python wanted pinned compiling
+  trap 'echo "ds_sparse: interrupted; start it again to go on" >&2; exit 130' INT
   find_compiler
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python) || exit 1
+    if [ -e "$venv" ] && ! ls "$venv"/ds_sparse-* >/dev/null 2>&1; then
+      stop "$venv has no pip that runs, and was not made here; move it away, or give it pip: python -m ensurepip."
+    fi
     echo "ds_sparse: making .venv with $("$python" --version)"
     rm -rf "$venv"
+    mkdir "$venv" && : >"$venv/ds_sparse-makes-this" || stop "$venv cannot be made; the reason is above."
     "$python" -m venv "$venv" || stop "$python cannot make a virtual environment; install its venv module (Debian and Ubuntu: apt-get install python3-venv)."
   fi
   wanted=$(cat "$root/pyproject.toml" "$root/setup.py" | cksum)
@@ -52,11 +57,10 @@ prepare() {
   compiling=$!
   set +m
   trap "kill -- -$compiling 2>/dev/null" EXIT
-  trap "exit 130" INT
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable "$root${extras:+[$extras]}" \
     || { wait $compiling && stop "pip could not install ds_sparse; the reason is above."; }
   wait $compiling || stop "the native library could not be built; the reason is above."
-  trap - EXIT INT
+  trap - EXIT
   echo "$wanted" >"$stamp"
 }
 
@@ -67,3 +71,4 @@ build() {
 }
 
 prepare
+trap - INT

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder of DeepSpeed's, such as `step40`, with a `state.json` beside it that says where the run is and
 with what it was started. `latest` names the one in force, and is moved once all else is written: a kill leaves the one
-before it. Files are read as tensors and plain values alone.
+before it. Where `latest` is lost, the newest that is whole is in force. Files are read as tensors and plain values
+alone.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ def _put_in_force(path: Path, state: dict[str, Any]) -> None:
 
 def _latest(folder: Path) -> Path | None:
     file = folder / "latest"
-    return folder / file.read_text().strip() if file.exists() else None
+    if file.exists():
+        return folder / file.read_text().strip()
+    whole = [path for path in kept(folder) if (path / STATE).exists()]
+    return whole[-1] if whole else None
 
 
 def kept(folder: Path) -> list[Path]:
@@ -235,10 +239,8 @@ def _make_universal(path: Path, made: Path) -> None:
     (made.parent / "latest_universal").unlink()
 
 
-def take_weights(model: torch.nn.Module, run: Path, same: dict[str, Any]) -> None:
-    """Gives a model the weights of the last checkpoint of a run's folder, such as runs/bing_bert/0001/dense.
-
-    The sequences of that run may be shorter: position p gets the weights of position p mod n of the n that they had.
+def of_weights(run: Path, same: dict[str, Any]) -> Checkpoint:
+    """The last checkpoint of a run's folder, such as runs/bing_bert/0001/dense.
 
     Args:
         same: terms that have to be equal in both runs: the sizes of the model, and the data.
@@ -249,6 +251,18 @@ def take_weights(model: torch.nn.Module, run: Path, same: dict[str, Any]) -> Non
     checkpoint = find(run / "checkpoints", same)
     if checkpoint is None:
         raise ValueError(f"--weights-from {run}: has no checkpoint; name a run's folder, such as 0001/dense.")
+    return checkpoint
+
+
+def take_weights(model: torch.nn.Module, run: Path, same: dict[str, Any]) -> None:
+    """Gives a model the weights of `of_weights`.
+
+    The sequences of that run may be shorter: position p gets the weights of position p mod n of the n that they had.
+
+    Raises:
+        ValueError: as of `of_weights`, or its file cannot be loaded.
+    """
+    checkpoint = of_weights(run, same)
     file = checkpoint.path / "mp_rank_00_model_states.pt"  # DeepSpeed's name, unless ZeRO 3 deals weights to ranks
     try:
         with plain_data_only():

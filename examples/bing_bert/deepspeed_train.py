@@ -229,8 +229,7 @@ def build_engine(run: TrainingRun, layout_seed: int | None, resumed: bool) -> tu
     args = arguments_of(run.args, run.config, run.name, layout_seed)
     model = build_model(run, args)
     if args.weights_from is not None and not resumed:
-        same = {name: run.terms()[name] for name in ("model", "data")}
-        checkpoints.take_weights(model, Path(args.weights_from), same)
+        checkpoints.take_weights(model, Path(args.weights_from), run.terms_of_weights())
     structures = model.bert.sparse_attention_config
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     if structures is not None:
@@ -398,6 +397,10 @@ def main() -> int:
     say(data.describe())
 
     names = [SPARSE if args.deepspeed_sparse_attention else DENSE] + [DENSE] * args.compare_dense
+    if args.weights_from is not None and not args.resume:
+        # Before there is a folder, which --resume would take for a run.
+        run = TrainingRun(names[0], args, config, model_config, data, Path(args.output_dir))
+        checkpoints.of_weights(Path(args.weights_from), run.terms_of_weights())
     folder = run_folder(Path(args.output_dir), args.resume, args.resume_or_start, makes=not args.dry_run)
     runs = [TrainingRun(name, args, config, model_config, data, folder / name) for name in names]
     found = [find_checkpoint(run) for run in runs]

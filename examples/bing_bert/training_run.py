@@ -77,6 +77,11 @@ class TrainingRun:
             "seed": self.args.seed,
         }
 
+    def terms_of_weights(self) -> dict[str, Any]:
+        """Those of `terms` that a run has to have whose weights this one takes."""
+        terms = self.terms()
+        return {name: terms[name] for name in ("model", "data")}
+
 
 @dataclass
 class Position:

@@ -129,6 +129,15 @@ def test_an_older_checkpoint_is_taken_where_the_user_names_it(tmp_path):
     assert [path.name for path in checkpoints.kept(tmp_path)] == ["step1", "step2"]
 
 
+def test_without_the_file_that_names_it_the_newest_whole_checkpoint_is_in_force(tmp_path):
+    save(tmp_path, 1, 2)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "step3").mkdir()
+    assert resume(tmp_path) == 2
+    save(tmp_path, 4)
+    assert [path.name for path in checkpoints.kept(tmp_path)] == ["step2", "step4"]
+
+
 def test_a_checkpoint_of_version_0_1_0_is_read(tmp_path):
     """A step saved again had a number behind it, damaged ones another name, and a state a seal."""
     save(tmp_path, 3)

@@ -325,6 +325,7 @@ REFUSED = [
     ("refused", ["--cf", "no_such.json"], "no_such.json: No such file"),
     ("refused", ["--max_minutes", "0"], "--max-minutes is 0"),
     ("refused", ["--compare_dense"], "add --deepspeed_sparse_attention"),
+    ("refused", ["--weights-from", "no_such_run"], "no_such_run: has no checkpoint"),
     ("refused", ["--resume"], "start one without --resume"),
     ("refused", ["--resume", "--dry-run"], "start one without --resume"),
     ("refused", ["--deepspeed_config", "no_such.json"], "no_such.json: no such file"),
