@@ -28,7 +28,6 @@ find_compiler() {
 
 prepare() {
   local venv=$root/.venv stamp=$root/.venv/ds_sparse-$extras.stamp python wanted pinned compiling
-  trap 'echo "ds_sparse: interrupted; start it again to go on" >&2; exit 130' INT
   find_compiler
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python) || exit 1
@@ -70,5 +69,7 @@ build() {
   exec "$root/.venv/bin/python" setup.py --quiet build_ext --inplace
 }
 
+# `prepare` ends in several places, and what the two commands call then has an answer of its own to Ctrl-C.
+trap 'echo "ds_sparse: interrupted; start it again to go on" >&2; exit 130' INT
 prepare
 trap - INT

@@ -113,7 +113,7 @@ def _order(path: Path) -> tuple[int, ...]:
 
 
 def find(folder: Path, terms: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint that `latest` names, the same on every rank; None where there is none yet.
+    """The checkpoint in force, the same on every rank; None where there is none yet.
 
     Args:
         terms: those of this run; a run only continues under the terms it was started with.
