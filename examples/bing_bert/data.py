@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -190,9 +191,17 @@ class PretrainingData(Dataset):
         return packing
 
     def batches(
-        self, global_batch: int, micro_batch: int, first_sample: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        global_batch: int,
+        micro_batch: int,
+        first_sample: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        ahead: bool = False,
     ) -> Iterator[Batch]:
         """This rank's micro-batches without end, each (micro_batch, T), from training sample `first_sample` on.
+
+        With `ahead` a process of its own makes them before they are asked for: for a GPU; a CPU would share its cores.
 
         Samples are numbered from 0 through all epochs. Each optimizer step consumes the next `global_batch` of them,
         whatever the world size; to resume, give the number consumed so far (steps x global_batch).
@@ -213,7 +222,9 @@ class PretrainingData(Dataset):
         starts = itertools.count(first_sample + rank * micro_batch, at_once)
         numbers = (range(start, start + micro_batch) for start in starts)
         # A generator of its own: the seed that a loader draws is not taken from dropout's.
-        return iter(DataLoader(self, batch_sampler=numbers, collate_fn=_stack, generator=torch.Generator()))
+        generator = torch.Generator()
+        options = {"num_workers": 1, "pin_memory": True, "worker_init_fn": _leave_signals_to_the_run} if ahead else {}
+        return iter(DataLoader(self, batch_sampler=numbers, collate_fn=_stack, generator=generator, **options))
 
     def __getitem__(self, sample: int) -> tuple[np.ndarray, ...]:
         """The training sample of this number, one row of a `Batch`."""
@@ -335,6 +346,12 @@ class PretrainingData(Dataset):
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng([ORDER, seed, epoch]).permutation(size)
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """Ctrl-C reaches all processes; the run goes on to the end of its step, and ends this one."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _stack(rows: list[tuple[np.ndarray, ...]]) -> Batch:

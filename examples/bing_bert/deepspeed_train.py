@@ -170,7 +170,9 @@ def pretrain(
 
     micro_batch, global_batch = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
     first_sample = position.step * global_batch
-    batches = data.batches(global_batch, micro_batch, first_sample, dist.get_rank(), dist.get_world_size())
+    batches = data.batches(
+        global_batch, micro_batch, first_sample, dist.get_rank(), dist.get_world_size(), ahead=DEVICE.type == "cuda"
+    )
     metrics = Metrics(folder / "metrics.jsonl", position.step if checkpoint is not None else None, engine)
     progress = Progress(name, position.step, max_steps, deadline - time.monotonic(), args.print_steps)
     work = run.work()
@@ -179,6 +181,7 @@ def pretrain(
         started = time.monotonic()
         position.held_out_loss, position.held_out_step = held_out_loss(engine, data), position.step
         position.filled_in = lines.filled_in(engine, DEVICE)
+        engine.train()
         position.evaluation_seconds = time.monotonic() - started
         metrics.add(step=position.step, held_out_mlm_loss=position.held_out_loss)
         say(f"{name}: step {position.step}  held-out loss {position.held_out_loss:.4f}")
@@ -195,9 +198,7 @@ def pretrain(
     while not position.finished and not stopped_by:
         started = time.monotonic()
         mlm_loss, nsp_loss = train_step(engine, batches, args.seed, position.step)
-        skipped = engine.fp16_enabled() and not engine.was_step_applied()
-        if not math.isfinite(mlm_loss) and not skipped:
-            raise ValueError(f"The loss is {mlm_loss} after step {position.step}; lower the learning rate in the JSON.")
+        skipped = was_skipped(engine, mlm_loss, position.step)
         position.step += 1
         position.skipped_steps += skipped
         step_seconds = time.monotonic() - started
@@ -206,7 +207,7 @@ def pretrain(
         metrics.add(
             step=position.step, mlm_loss=mlm_loss, nsp_loss=nsp_loss, learning_rate=engine.get_lr()[0],
             memory_gib=round(memory, 3), **figures,
-            **({"skipped_steps": position.skipped_steps} if engine.fp16_enabled() else {}),
+            **({"skipped_steps": position.skipped_steps} if skipped or engine.fp16_enabled() else {}),
         )  # fmt: skip
         progress.show(position.step, mlm_loss, figures, memory)
         out_of_time = time.monotonic() + 2 * slowest_step + position.evaluation_seconds > deadline
@@ -301,7 +302,6 @@ def train_step(engine: Any, batches: Iterator[Batch], seed: int, step: int) -> t
     """
     losses = torch.zeros(2, device=DEVICE)
     accumulation = engine.gradient_accumulation_steps()
-    engine.train()
     # In fp16 without ZeRO, DeepSpeed takes the loss scale off gradients that never had it (its pull request 8393).
     lacks_scale = engine.fp16_enabled() and engine.zero_optimization_stage() == 0
     for turn in range(accumulation):
@@ -317,6 +317,21 @@ def train_step(engine: Any, batches: Iterator[Batch], seed: int, step: int) -> t
     dist.all_reduce(losses)
     mlm_loss, nsp_loss = (losses / dist.get_world_size()).tolist()
     return mlm_loss, nsp_loss
+
+
+def was_skipped(engine: Any, mlm_loss: float, step: int) -> bool:
+    """Whether DeepSpeed left out the step after `step` of them, whose gradients overflowed.
+
+    Raises ValueError if the loss was not finite, which it may be in fp16 while the loss scale is found, or if gradients
+    were not and the step was done: a JSON may leave DeepSpeed's own check out, which takes longer than the optimizer.
+    """
+    skipped, norm = not engine.was_step_applied(), engine.get_global_grad_norm()
+    advice = "lower the learning rate in the JSON; --resume goes on from the last checkpoint."
+    if not math.isfinite(mlm_loss) and not (skipped and engine.fp16_enabled()):
+        raise ValueError(f"The loss is {mlm_loss} after step {step}; {advice}")
+    if not (skipped or norm is None or 0 <= norm < math.inf):
+        raise ValueError(f"The gradient of step {step + 1} is not finite; {advice}")
+    return skipped
 
 
 def held_out_loss(engine: Any, data: PretrainingData) -> float:
@@ -457,7 +472,7 @@ def show_results(outcomes: Sequence[Outcome], lines: MaskedLines, unigram: float
         if speed := speed_in_words(records):
             say(f"{run.name}: {speed}")
         if position.skipped_steps:
-            say(f"{run.name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
+            say(f"{run.name}: {position.skipped_steps} of the steps had gradients that overflowed, and were skipped.")
     filled_in = lines.beside({outcome.run.name: outcome.position.filled_in for outcome in outcomes})
     if filled_in:
         say(f"Held-out lines with masked words, and what fills them in:\n{filled_in}")

@@ -94,7 +94,7 @@ class Position:
     filled_in: list[list[str]] = field(default_factory=list)
     """Words that the model of that step fills into the masked lines."""
     skipped_steps: int = 0
-    """Steps of fp16 whose gradients overflowed: the weights stayed as they were, and the loss scale was lowered."""
+    """Steps whose gradients overflowed: the weights stayed as they were, and in fp16 the loss scale was lowered."""
     evaluation_seconds: float = 0.0
     layout_seed: int | None = None
     """The seed of the random blocks of its layout; None: it has none, or the JSON has it."""

@@ -197,6 +197,13 @@ def test_resuming_at_a_sample_continues_exactly(data, steps, world_size):
     assert samples(take(whole, 6)) == samples(take(rest(4 * steps), 6))
 
 
+def test_another_process_makes_the_same_batches(data):
+    here, ahead = (data.batches(4, 2, first_sample=3, ahead=ahead) for ahead in (False, True))
+    for _ in range(3):
+        (*tensors, lengths), (*others, other_lengths) = next(here), next(ahead)
+        assert all(map(torch.equal, tensors, others)) and lengths == other_lengths
+
+
 def test_an_epoch_takes_every_sequence_once_and_the_next_masks_anew(data):
     size = len(data.training.sequences)
     epochs = [take(data.batches(1, 1, first_sample=size * epoch), size) for epoch in (0, 1)]

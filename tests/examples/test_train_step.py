@@ -3,10 +3,11 @@
 from argparse import Namespace
 from types import SimpleNamespace
 
+import deepspeed
 import pytest
 import torch
 
-from deepspeed_train import arguments_of, train_step
+from deepspeed_train import arguments_of, train_step, was_skipped
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -21,7 +22,6 @@ class Engine:
         self.drawn.append(torch.rand(()).item())
         return {name: torch.tensor(batch) for name in ("loss", "mlm_loss", "nsp_loss")}
 
-    def train(self): ...
     def step(self): ...
     def backward(self, loss): ...
 
@@ -46,3 +46,29 @@ def test_a_run_that_continues_draws_its_layout_with_the_seed_that_it_began_with(
     config = {"sparse_attention": block}
     assert arguments_of(args, config, "sparse").deepspeed_config == config
     assert arguments_of(args, config, "sparse", 7).deepspeed_config["sparse_attention"] == block | {"seed": 7}
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_step_with_gradients_that_are_not_finite_is_skipped_or_ends_the_run(checks, monkeypatch):
+    """Of a root at 0. DeepSpeed's own check is an option of the JSON."""
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True, "check_grad_overflow": checks},
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    loss = engine(torch.ones(1, 4, dtype=torch.bfloat16)).sqrt().sum()
+    engine.backward(loss)
+    engine.step()
+    if checks:
+        assert was_skipped(engine, loss.item(), 7) and model.weight.count_nonzero() == 0
+    else:
+        with pytest.raises(ValueError, match="gradient of step 8 is not finite; lower the learning rate"):
+            was_skipped(engine, loss.item(), 7)
+    with pytest.raises(ValueError, match="The loss is nan after step 7; lower the learning rate"):
+        was_skipped(engine, float("nan"), 7)
