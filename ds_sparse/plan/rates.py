@@ -51,6 +51,7 @@ class Rates:
     dropout: milliseconds that dropout adds a score, forward and backward, of sparse and of dense attention.
     training: milliseconds of a training step that are neither of these: what DeepSpeed, the optimizer's launches and
         the program's loop take. None where no training was measured.
+    check: milliseconds in which DeepSpeed looks for inf and NaN in the gradients of as many layers; None as before.
     exchange, reduction: milliseconds a byte that leaves a rank, of what ranks of a sequence exchange, and of gradients;
         None where no steps on several GPUs were measured.
     itemsize: bytes of a number in what was measured.
@@ -68,6 +69,7 @@ class Rates:
     training: float | None
     measured: Measured
     itemsize: int = ITEM
+    check: float | None = None
     exchange: float | None = None
     reduction: float | None = None
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)

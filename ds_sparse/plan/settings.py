@@ -32,6 +32,7 @@ class Settings:
     bucket_bytes: of the buffers in which ZeRO collects gradients.
     checkpoints: activations are made again in the backward pass, layer by layer.
     ranks: that share a sequence.
+    checks: DeepSpeed looks for inf and NaN in each gradient.
     keys: batch sizes that are numbers, in the JSON or by an option, and checkpoints if the JSON has them.
     """
 
@@ -46,6 +47,7 @@ class Settings:
     bucket_bytes: int = 0
     checkpoints: bool = False
     ranks: int = 1
+    checks: bool = False
     keys: tuple[str, ...] = field(default=(), compare=False)
 
     def tokens(self, seq_len: int) -> int:
@@ -98,11 +100,12 @@ def read_settings(
         TRAIN: type(config.get(TRAIN)) is int,
         CHECKPOINTS: CHECKPOINTS in config,
     }
+    dtype = dtype or _dtype(config, source)
     return Settings(
         micro_batch=micro,
         accumulation=accumulation,
         gpus=gpus,
-        dtype=dtype or _dtype(config, source),
+        dtype=dtype,
         zero_stage=stage,
         optimizer=optimizer,
         states=STATES.get(optimizer.lower(), 2),
@@ -110,6 +113,7 @@ def read_settings(
         bucket_bytes=bucket,
         checkpoints=CHECKPOINTS in config if checkpoints is None else checkpoints,
         ranks=ranks,
+        checks=_checks(config, source, stage, dtype),
         keys=tuple(key for key, there in is_there.items() if there),
     )
 
@@ -135,6 +139,12 @@ def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: in
     if steps is None:
         steps = max(1, train // (of_micro * groups)) if train else 1
     return of_micro, steps
+
+
+def _checks(config: Mapping[str, Any], source: str, stage: int, dtype: str) -> bool:
+    """Whether DeepSpeed's optimizer of that stage looks for inf and NaN; in bf16 that is an option, but of stage 3."""
+    asked = all(_object(config, key, source).get("check_grad_overflow", True) for key in ("bf16", "bfloat16"))
+    return stage > 0 and (dtype == "fp16" or (dtype == "bf16" and (stage == 3 or asked)))
 
 
 def _dtype(config: Mapping[str, Any], source: str) -> str:

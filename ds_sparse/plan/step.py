@@ -30,6 +30,7 @@ class Step:
         checkpoints: forward passes once more.
         optimizer: what it moves in memory.
         training: what DeepSpeed, launches and the program's loop take, as measured; 0 where none was.
+        check: DeepSpeed's look for inf and NaN in gradients, as measured; 0 where it was not.
         exchange: what ranks that share a sequence send each other; 0 where none was measured.
         reduction: gradients that ranks send each other, and weights; 0 where none was measured.
     """
@@ -40,6 +41,7 @@ class Step:
     checkpoints: float
     optimizer: float
     training: float
+    check: float
     exchange: float
     reduction: float
 
@@ -62,13 +64,16 @@ def step_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walks:
     again = forward if settings.checkpoints else 0.0
     updated = model.parameters(seq_len) / (settings.gpus if settings.zero_stage else 1)
     optimizer = 0.0 if settings.offloads else rates.work(Work(moved=OPTIMIZER_BYTES * updated))
+    share = model.layers / rates.measured.layers
     return Step(
         products=passes * rates.work(replace(work, moved=0)),
         kernels=passes * rates.work(Work(moved=work.moved)),
         attention=passes * sum(ways.values()),
         checkpoints=passes * again,
         optimizer=optimizer,
-        training=(rates.training or 0.0) * model.layers / rates.measured.layers,
+        training=(rates.training or 0.0) * share,
+        # Each GPU looks at the gradients that it keeps.
+        check=(rates.check or 0.0) * share / settings.gpus if settings.checks else 0.0,
         exchange=_sent(exchanged(model, settings, seq_len, walks), rates.exchange, crosses_nodes(settings)),
         reduction=_sent(
             reduced(model, settings, seq_len) + gathered(model, settings, seq_len),

@@ -236,6 +236,7 @@ def _time(plan: Plan) -> Iterator[str]:
         "checkpoints": "activations once more",
         "optimizer": "optimizer",
         "training": "DeepSpeed and loop",
+        "check": "check of gradients",
         "exchange": "sent between ranks",
         "reduction": "gradients and weights",
     }

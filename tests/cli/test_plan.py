@@ -80,7 +80,7 @@ def test_an_h200_takes_the_committed_rates_and_another_gpu_is_measured(
 
 def test_rates_come_from_files_of_bench(capsys):
     found = planned(capsys, "--rates", *RATES)
-    of_runs = ("commit 22f85d14b497, 2026-11-30",) * 2
+    of_runs = "commit 22f85d14b497, 2026-11-30", "commit d3d85796e0cd, 2026-11-30"
     assert found["rates_from"] == [f"{Path(file).stem}: {run}" for file, run in zip(RATES, of_runs, strict=True)]
     assert found["step"]["training"] == 0 and found["memory_gib"] == 139
 

@@ -18,7 +18,7 @@ SHARED = {"train_batch_size": 8, MICRO: 1, "sequence_parallel_size": 4}
                 "activation_checkpointing": {"partition_activations": False},
             },
             {"gpus": 2},
-            Settings(4, 8, 2, "bf16", 2, "SGD", 0, False, 4000, True),
+            Settings(4, 8, 2, "bf16", 2, "SGD", 0, False, 4000, True, checks=True),
         ),
         (SHARED, {"gpus": 16}, Settings(1, 2, 16, "fp32", ranks=4)),
         (SHARED, {"micro_batch": 4}, Settings(4, 2, 4, "fp32", ranks=4)),
@@ -32,6 +32,22 @@ SHARED = {"train_batch_size": 8, MICRO: 1, "sequence_parallel_size": 4}
 )  # fmt: skip
 def test_settings_are_those_of_the_json_but_for_what_is_given(config, options, settings):
     assert read_settings(config, "ds.json", **options) == settings
+
+
+@pytest.mark.parametrize(
+    "stage, precision, checks",
+    [
+        (1, {"bf16": {"enabled": True}}, True),
+        (2, {"bfloat16": {"enabled": True, "check_grad_overflow": False}}, False),
+        (3, {"bf16": {"enabled": True, "check_grad_overflow": False}}, True),
+        (1, {"fp16": {"enabled": True}, "bf16": {"enabled": False, "check_grad_overflow": False}}, True),
+        (0, {"bf16": {"enabled": True}}, False),
+        (1, {}, False),
+    ],
+)
+def test_gradients_are_checked_where_zero_does_and_the_json_does_not_leave_it_out(stage, precision, checks):
+    config = {MICRO: 4, "zero_optimization": {"stage": stage}, **precision}
+    assert read_settings(config, "ds.json").checks == checks
 
 
 def test_a_batch_counts_sequences_which_ranks_may_share():

@@ -80,6 +80,14 @@ def test_across_nodes_bytes_go_at_the_rate_of_an_adapter(rates, step):
     assert within.reduction == pytest.approx(reduced(MODEL, Settings(2, gpus=12), 8192) / 50e6)
 
 
+def test_gpus_share_the_check_of_gradients_that_a_json_may_leave_out(rates, step):
+    large = replace(MODEL, layers=24)
+    assert step().check == 0 and step(checks=True).check == rates.check == 24
+    assert step(checks=True, gpus=4, model=large).check == 12
+    assert step(checks=True, rates=replace(rates, check=None)).check == 0
+    assert step(checks=True).total == pytest.approx(step().total + 24)
+
+
 def test_an_odd_vocabulary_costs_what_a_multiple_of_8_saves(rates, step):
     even = replace(MODEL, vocabulary=30528)
     cost = odd_vocabulary(rates, MODEL, SETTINGS, 8192)

@@ -15,7 +15,7 @@ SAID = [
     "1.00 times: 81.4 GiB, SDPA 81.3, at 262,144 tokens",
     "25 times, `longformer-64` at 131,072 tokens",
     "5.1 times, `bigbird-16` at 32,768 tokens",
-    "2.5 times, `bigbird` at 8,192 tokens",
+    "2.8 times, `bslongformer` at 8,192 tokens",
     "2.4 times, rows of 8,192 tokens",
     "7.9 times, `bigbird-64` at 1,024 tokens (SDPA takes 1.10 times as long)",
     "7 to 11 % lower at equal tokens (`dense-512`: 12 %); 6 to 7 % lower at equal minutes (`dense-512`: 11 %)",
