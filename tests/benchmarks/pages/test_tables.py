@@ -6,7 +6,7 @@ from benchmarks.pages import keys, plans, tables
 from benchmarks.pages.gains import GAINS
 from benchmarks.pages.includes import MARK, expanded
 from benchmarks.pages.tables import RESULTS, ROOT, names
-from benchmarks.plan.committed import written
+from benchmarks.plan.committed import SEQUENCE, written
 from ds_sparse.plan.rates import FILE
 
 PAGES = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
@@ -24,6 +24,7 @@ def test_each_run_is_shown_and_each_text_is_of_a_run():
     words = [(found[1], *found[2].split()) for found in marks if found]
     shown = {run for maker, *rest in words if maker == "table" for run in rest[0].split(",")}
     shown |= {run for maker, *rest in words if maker == "gain" for run in GAINS[rest[0]].runs}
+    shown |= {run for maker, *_ in words if maker == "measured_on_several" for run in SEQUENCE}
     committed = {name for name, gain in GAINS.items() if set(gain.runs) <= set(names())}
     assert {name for maker, *rest in words if maker == "gain" for name in rest} == committed
     assert shown == set(names()) and {
