@@ -44,7 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="file",
         help="DeepSpeed JSON (comments allowed, as DeepSpeed reads it); - is standard input",
     )
-    parser.add_argument("--seq", type=positive, help="sequence length in tokens that the layout must exist at")
+    parser.add_argument(
+        "--seq",
+        type=positive,
+        help="sequence length in tokens that the layout must exist at (default: any; the density is that at "
+        f"{_USUAL_LENGTH}, in whole blocks)",
+    )
     parser.add_argument("--heads", type=positive, default=12, help="attention heads of the model (default: 12)")
     parser.add_argument("--layers", type=positive, help="attention layers of the model, which no entry may go beyond")
     parser.add_argument(

@@ -151,7 +151,7 @@ class SequenceStep:
             bucket_bytes=2 * BUCKET if self.zero_stage in (1, 2) else 0,
             checkpoints=self.activations != "kept",
             ranks=self.ranks if self.shares else 1,
-            checks=self.dtype == "bf16",
+            checks=self.dtype == "bf16" and self.zero_stage in (1, 2),
         )
 
 

@@ -32,7 +32,7 @@ class Settings:
     bucket_bytes: of the buffers in which ZeRO collects gradients.
     checkpoints: activations are made again in the backward pass, layer by layer.
     ranks: that share a sequence.
-    checks: DeepSpeed looks for inf and NaN in each gradient.
+    checks: ZeRO 1 or 2 looks for inf and NaN in each gradient.
     keys: batch sizes that are numbers, in the JSON or by an option, and checkpoints if the JSON has them.
     """
 
@@ -142,9 +142,9 @@ def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: in
 
 
 def _checks(config: Mapping[str, Any], source: str, stage: int, dtype: str) -> bool:
-    """Whether DeepSpeed's optimizer of that stage looks for inf and NaN; in bf16 that is an option, but of stage 3."""
+    """Whether ZeRO 1 or 2 looks at each gradient, which in bf16 is an option; what other stages do is not measured."""
     asked = all(_object(config, key, source).get("check_grad_overflow", True) for key in ("bf16", "bfloat16"))
-    return stage > 0 and (dtype == "fp16" or (dtype == "bf16" and (stage == 3 or asked)))
+    return stage in (1, 2) and (dtype == "fp16" or (dtype == "bf16" and asked))
 
 
 def _dtype(config: Mapping[str, Any], source: str) -> str:

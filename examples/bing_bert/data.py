@@ -14,12 +14,12 @@ import bisect
 import itertools
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -198,10 +198,11 @@ class PretrainingData(Dataset):
         rank: int = 0,
         world_size: int = 1,
         ahead: bool = False,
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch]:
         """This rank's micro-batches without end, each (micro_batch, T), from training sample `first_sample` on.
 
-        With `ahead` a process of its own makes them before they are asked for: for a GPU; a CPU would share its cores.
+        With `ahead` a process of its own, which ends when the iterator is closed, makes them before they are asked for:
+        for a GPU; a CPU would share its cores.
 
         Samples are numbered from 0 through all epochs. Each optimizer step consumes the next `global_batch` of them,
         whatever the world size; to resume, give the number consumed so far (steps x global_batch).
@@ -223,8 +224,11 @@ class PretrainingData(Dataset):
         numbers = (range(start, start + micro_batch) for start in starts)
         # A generator of its own: the seed that a loader draws is not taken from dropout's.
         generator = torch.Generator()
-        options = {"num_workers": 1, "pin_memory": True, "worker_init_fn": _leave_signals_to_the_run} if ahead else {}
-        return iter(DataLoader(self, batch_sampler=numbers, collate_fn=_stack, generator=generator, **options))
+        load = partial(DataLoader, self, batch_sampler=numbers, collate_fn=_stack, generator=generator)
+        if not ahead:
+            return (batch for batch in load())
+        fork = {"multiprocessing_context": "fork", "worker_init_fn": _leave_signals_to_the_run}
+        return _until_closed(load(num_workers=1, pin_memory=True, **fork))
 
     def __getitem__(self, sample: int) -> tuple[np.ndarray, ...]:
         """The training sample of this number, one row of a `Batch`."""
@@ -349,9 +353,19 @@ def _order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Ctrl-C reaches all processes; the run goes on to the end of its step, and ends this one."""
+    """Ctrl-C and launchers reach all processes; the run goes on to the end of its step, and ends this one."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _until_closed(loader: DataLoader) -> Generator[Batch]:
+    """Ends the loader's process by itself, not with the iterator: the traceback of an error would keep that, and Python
+    waits at its end for a process that leaves signals alone."""
+    batches: Any = iter(loader)
+    try:
+        yield from batches
+    finally:
+        batches._shutdown_workers()
 
 
 def _stack(rows: list[tuple[np.ndarray, ...]]) -> Batch:

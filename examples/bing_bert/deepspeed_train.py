@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -169,17 +170,34 @@ def pretrain(
     position.max_steps = args.max_steps
 
     micro_batch, global_batch = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
-    first_sample = position.step * global_batch
+    first_sample, on_gpu = position.step * global_batch, DEVICE.type == "cuda"
     batches = data.batches(
-        global_batch, micro_batch, first_sample, dist.get_rank(), dist.get_world_size(), ahead=DEVICE.type == "cuda"
+        global_batch, micro_batch, first_sample, dist.get_rank(), dist.get_world_size(), ahead=on_gpu
     )
-    metrics = Metrics(folder / "metrics.jsonl", position.step if checkpoint is not None else None, engine)
+    # Whatever happens: a process that makes batches ahead ends with its iterator alone.
+    with closing(batches):
+        return trained(run, engine, batches, lines, position, max_steps, deadline, resumed=checkpoint is not None)
+
+
+def trained(
+    run: TrainingRun,
+    engine: Any,
+    batches: Iterator[Batch],
+    lines: MaskedLines,
+    position: Position,
+    max_steps: int | None,
+    deadline: float,
+    resumed: bool,
+) -> Outcome:
+    """Trains from `position`, which it moves on; as `pretrain`."""
+    name, args, folder = run.name, run.args, run.folder
+    metrics = Metrics(folder / "metrics.jsonl", position.step if resumed else None, engine)
     progress = Progress(name, position.step, max_steps, deadline - time.monotonic(), args.print_steps)
     work = run.work()
 
     def evaluate() -> None:
         started = time.monotonic()
-        position.held_out_loss, position.held_out_step = held_out_loss(engine, data), position.step
+        position.held_out_loss, position.held_out_step = held_out_loss(engine, run.data), position.step
         position.filled_in = lines.filled_in(engine, DEVICE)
         engine.train()
         position.evaluation_seconds = time.monotonic() - started
@@ -190,7 +208,7 @@ def pretrain(
         checkpoints.save(engine, run.checkpoints, position.step, run.terms(), asdict(position))
 
     position.finished = max_steps is not None and position.step >= max_steps
-    if position.finished or checkpoint is None:
+    if position.finished or not resumed:
         evaluate()
     if position.finished:
         save()
@@ -322,11 +340,14 @@ def train_step(engine: Any, batches: Iterator[Batch], seed: int, step: int) -> t
 def was_skipped(engine: Any, mlm_loss: float, step: int) -> bool:
     """Whether DeepSpeed left out the step after `step` of them, whose gradients overflowed.
 
-    Raises ValueError if the loss was not finite, which it may be in fp16 while the loss scale is found, or if gradients
-    were not and the step was done: a JSON may leave DeepSpeed's own check out, which takes longer than the optimizer.
+    Raises ValueError if the loss was not finite, which it may be in fp16 while the loss scale is found, or if the norm
+    of gradients was not and the step was done: a JSON may leave out DeepSpeed's own look at each gradient.
     """
     skipped, norm = not engine.was_step_applied(), engine.get_global_grad_norm()
-    advice = "lower the learning rate in the JSON; --resume goes on from the last checkpoint."
+    advice = (
+        "start a new run with a lower learning rate in the JSON; --weights-from takes the weights of a checkpoint of "
+        "this one."
+    )
     if not math.isfinite(mlm_loss) and not (skipped and engine.fp16_enabled()):
         raise ValueError(f"The loss is {mlm_loss} after step {step}; {advice}")
     if not (skipped or norm is None or 0 <= norm < math.inf):

@@ -2,7 +2,11 @@
 
 import json
 import math
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -197,11 +201,50 @@ def test_resuming_at_a_sample_continues_exactly(data, steps, world_size):
     assert samples(take(whole, 6)) == samples(take(rest(4 * steps), 6))
 
 
-def test_another_process_makes_the_same_batches(data):
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_another_process_makes_the_same_batches_and_ends_with_them(data):
     here, ahead = (data.batches(4, 2, first_sample=3, ahead=ahead) for ahead in (False, True))
     for _ in range(3):
         (*tensors, lengths), (*others, other_lengths) = next(here), next(ahead)
         assert all(map(torch.equal, tensors, others)) and lengths == other_lengths
+    (process,) = multiprocessing.active_children()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid, number)
+    for _ in range(4):
+        next(ahead)
+    assert process.is_alive()
+    ahead.close()
+    assert not process.is_alive()
+
+
+FAILING = """
+import sys
+import numpy as np
+from data import PretrainingData
+from tokens import TokenizedCorpus
+
+class Damaged(PretrainingData):
+    def __getitem__(self, sample):
+        raise RuntimeError("damaged")
+
+data = Damaged.__new__(Damaged)
+data.training = type("Packing", (), {"sequences": [0] * 8})
+batches = data.batches(4, 2, ahead=True)
+next(batches)
+"""
+
+
+def test_a_program_that_an_error_ends_does_not_wait_for_its_batches():
+    path = os.pathsep.join([os.path.dirname(tokens.__file__), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILING],
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1 and "RuntimeError: damaged" in ended.stderr
 
 
 def test_an_epoch_takes_every_sequence_once_and_the_next_masks_anew(data):

@@ -48,11 +48,21 @@ def test_a_run_that_continues_draws_its_layout_with_the_seed_that_it_began_with(
     assert arguments_of(args, config, "sparse", 7).deepspeed_config["sparse_attention"] == block | {"seed": 7}
 
 
+class Rooted(torch.nn.Module):
+    """Of its two groups of parameters one has a gradient that is not finite, that of a root at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.at_zero, self.at_one = (torch.nn.Parameter(torch.full((4,), x)) for x in (0.0, 1.0))
+
+    def forward(self):
+        return self.at_zero.sqrt().sum() + self.at_one.sum()
+
+
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_step_with_gradients_that_are_not_finite_is_skipped_or_ends_the_run(checks, monkeypatch):
-    """Of a root at 0. DeepSpeed's own check is an option of the JSON."""
-    model = torch.nn.Linear(4, 1, bias=False)
-    torch.nn.init.zeros_(model.weight)
+    """DeepSpeed's own look at each gradient is an option of the JSON."""
+    model = Rooted()
     config = {
         "train_batch_size": 1,
         "bf16": {"enabled": True, "check_grad_overflow": checks},
@@ -60,15 +70,16 @@ def test_a_step_with_gradients_that_are_not_finite_is_skipped_or_ends_the_run(ch
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
     monkeypatch.setenv("LOCAL_RANK", "0")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    loss = engine(torch.ones(1, 4, dtype=torch.bfloat16)).sqrt().sum()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    loss = engine()
     engine.backward(loss)
     engine.step()
     if checks:
-        assert was_skipped(engine, loss.item(), 7) and model.weight.count_nonzero() == 0
+        assert was_skipped(engine, loss.item(), 7) and model.at_zero.count_nonzero() == 0
     else:
-        with pytest.raises(ValueError, match="gradient of step 8 is not finite; lower the learning rate"):
+        with pytest.raises(ValueError, match="gradient of step 8 is not finite; start a new run with a lower learning"):
             was_skipped(engine, loss.item(), 7)
-    with pytest.raises(ValueError, match="The loss is nan after step 7; lower the learning rate"):
+    with pytest.raises(ValueError, match="The loss is nan after step 7; start a new run with a lower learning rate"):
         was_skipped(engine, float("nan"), 7)

@@ -39,13 +39,13 @@ def test_settings_are_those_of_the_json_but_for_what_is_given(config, options, s
     [
         (1, {"bf16": {"enabled": True}}, True),
         (2, {"bfloat16": {"enabled": True, "check_grad_overflow": False}}, False),
-        (3, {"bf16": {"enabled": True, "check_grad_overflow": False}}, True),
+        (3, {"bf16": {"enabled": True}}, False),
         (1, {"fp16": {"enabled": True}, "bf16": {"enabled": False, "check_grad_overflow": False}}, True),
         (0, {"bf16": {"enabled": True}}, False),
         (1, {}, False),
     ],
 )
-def test_gradients_are_checked_where_zero_does_and_the_json_does_not_leave_it_out(stage, precision, checks):
+def test_zero_1_and_2_check_gradients_where_the_json_does_not_leave_it_out(stage, precision, checks):
     config = {MICRO: 4, "zero_optimization": {"stage": stage}, **precision}
     assert read_settings(config, "ds.json").checks == checks
 
