@@ -13,8 +13,8 @@ CONDITIONS = {"machine": "a GPU", "driver": "580", "torch": "2.13", "commit": "a
 
 RUNS = {
     "attention-cpu": [
-        "| fixed, block 16, 27 % | 1, 4, 2048, 64, bf16 | 4.51 / 15.3 | 0.26 / 0.192 | 6.2 / 3.5 | 22 / - |",
-        "- `flex` takes 1.60 to 34 times as long forward as `ds_sparse`.",
+        "| fixed, block 16, 27 % | 1, 4, 2048, 64, bf16 | 4.22 / 12.6 | 0.279 / 0.233 | 6.6 / 4.3 | 24 / - |",
+        "- `flex` takes 1.80 to 67 times as long forward as `ds_sparse`.",
     ],
     "attention-break-even-h200": [
         "| 16 | 0.44 | above 0.90 | above 0.90 |",
@@ -34,19 +34,19 @@ RUNS = {
         "- `torch.sparse sdd` takes 1.18 to 14 times as long forward as `sdd`.",
     ],
     "matmul-cpu": [
-        "| fixed, block 64, 34 %, fp32 | 12.0 / 27.8 | 7.51 / 13.2 | 14.1 / 24.3 | 14.4 / 26.9 |",
+        "| fixed, block 64, 34 %, fp32 | 16.6 / 26.9 | 7.49 / 11.4 | 13.2 / 24.6 | 13.6 / 25.7 |",
         (
-            "- SDPA bool mask takes 1.81 to 22 times as long forward, 1.81 to 28 times as long "
-            "forward+backward as `attention`."
+            "- SDPA bool mask takes 2.6 to 47 times as long forward, 3.2 to 43 times as long forward+backward as "
+            "`attention`."
         ),
     ],
     "window-cpu": [
-        "| 64, fp32 | 1, 4, 1024, 64 | 1.59 / 4.52 | 4.3 / 5.8 | 7.9 / 9.1 | 1.68 / 1.98 | 2.5 / - |",
+        "| 64, fp32 | 1, 4, 1024, 64 | 1.03 / 4.19 | 6.6 / 6.5 | 14 / 9.6 | 3.6 / 2.6 | 4.0 / - |",
         (
-            "- sliding chunks takes 1.68 to 6.8 times as long forward, 1.98 to 4.7 times as long "
-            "forward+backward as `window_attention`."
+            "- sliding chunks takes 2.9 to 7.0 times as long forward, 2.6 to 5.6 times as long forward+backward "
+            "as `window_attention`."
         ),
-        "| 64, fp32 | 1, 4, 4096, 64 | 2.52 / 6.42 | 2.45 / 6.50 | 1.09 / 2.08 |",
+        "| 64, fp32 | 1, 4, 4096, 64 | 2.42 / 10.5 | 2.57 / 7.75 | 1.17 / 2.27 |",
     ],
     "packed-h200": [
         (
@@ -64,8 +64,8 @@ RUNS = {
         ),
     ],
     "tokens-4k-cpu": [
-        "| 1, 1, 4096, 64, random | 90 % | 10.1 / 42.1 | 55.5 / 500 | 33.9 / 187 | 98.8 / - |",
-        "- `C++ loop` takes 7.8 to 12 times as long forward as `sparse_attn`.",
+        "| 1, 1, 4096, 64, random | 90 % | 8.00 / 44.8 | 38.2 / 392 | 27.6 / 107 | 90.3 / - |",
+        "- `C++ loop` takes 9.5 to 15 times as long forward as `sparse_attn`.",
     ],
 }
 """Some lines of the tables of a run: a case of each, and notes."""
