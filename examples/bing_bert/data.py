@@ -201,8 +201,8 @@ class PretrainingData(Dataset):
     ) -> Generator[Batch]:
         """This rank's micro-batches without end, each (micro_batch, T), from training sample `first_sample` on.
 
-        With `ahead` a process of its own, which ends when the iterator is closed, makes them before they are asked for:
-        for a GPU; a CPU would share its cores.
+        With `ahead` a process of its own makes them before they are asked for: for a GPU; a CPU would share its cores.
+        It ends when the generator is closed, which is the caller's to do.
 
         Samples are numbered from 0 through all epochs. Each optimizer step consumes the next `global_batch` of them,
         whatever the world size; to resume, give the number consumed so far (steps x global_batch).
@@ -359,8 +359,8 @@ def _leave_signals_to_the_run(worker: int) -> None:
 
 
 def _until_closed(loader: DataLoader) -> Generator[Batch]:
-    """Ends the loader's process by itself, not with the iterator: the traceback of an error would keep that, and Python
-    waits at its end for a process that leaves signals alone."""
+    """The batches of a loader, whose process ends when this is closed, or an error ends it. By itself it would not: the
+    error's traceback keeps the loader's iterator, and Python waits at its end for a process that ignores SIGTERM."""
     batches: Any = iter(loader)
     try:
         yield from batches

@@ -174,7 +174,7 @@ def pretrain(
     batches = data.batches(
         global_batch, micro_batch, first_sample, dist.get_rank(), dist.get_world_size(), ahead=on_gpu
     )
-    # Whatever happens: a process that makes batches ahead ends with its iterator alone.
+    # Whatever happens: Python would wait at its end for a process that makes batches ahead.
     with closing(batches):
         return trained(run, engine, batches, lines, position, max_steps, deadline, resumed=checkpoint is not None)
 
