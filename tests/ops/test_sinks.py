@@ -111,7 +111,8 @@ def test_rows_of_any_shape_and_order_of_memory(device: str, shape: tuple[int, ..
         result, result_lse, with_sinks = (x.cpu() for x in ops.attention_sinks_forward(*on_device))
         torch.testing.assert_close(result, wanted, equal_nan=True)
         torch.testing.assert_close(result_lse, lse_wanted.to(wide), equal_nan=True)
-        of_one = result.masked_fill(result.isnan(), 1), with_sinks.nan_to_num(1.0)  # what is no number is in one row
+        # What is no number is in one row; 50, as the largest sink is, leaves probabilities below 1.
+        of_one = result.masked_fill(result.isnan(), 1), with_sinks.nan_to_num(50.0)
         probability = (of_rows - of_one[1][..., 0] - of_one[1][..., 1].log()).exp()
         probability = probability.where(of_one[1][..., 1] > 0, (of_rows > -math.inf).double())
         expected = (probability * (grad_lse - (grad.double() * of_one[0]).sum(-1))).sum((0, 2))
