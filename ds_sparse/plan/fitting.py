@@ -19,7 +19,7 @@ from .layers import BACKWARD, FORWARD, Walk, Walked
 from .model import NAMED, Model
 from .operations import FP32, ITEM, Work, embeddings, layer, logits
 from .rates import Measured, Rates, attention_row, key_of, times
-from .settings import BUCKET, Settings
+from .settings import BUCKET, Settings, checks_gradients
 
 LONGEST_LAYOUT = 2**18
 """Tokens of a case whose layout is made to learn from; a longer one takes seconds."""
@@ -151,7 +151,7 @@ class SequenceStep:
             bucket_bytes=2 * BUCKET if self.zero_stage in (1, 2) else 0,
             checkpoints=self.activations != "kept",
             ranks=self.ranks if self.shares else 1,
-            checks=self.dtype == "bf16" and self.zero_stage in (1, 2),
+            checks=checks_gradients(self.zero_stage, self.dtype),
         )
 
 

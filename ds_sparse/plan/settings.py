@@ -101,6 +101,7 @@ def read_settings(
         CHECKPOINTS: CHECKPOINTS in config,
     }
     dtype = dtype or _dtype(config, source)
+    asked = all(_object(config, key, source).get("check_grad_overflow", True) for key in ("bf16", "bfloat16"))
     return Settings(
         micro_batch=micro,
         accumulation=accumulation,
@@ -113,7 +114,7 @@ def read_settings(
         bucket_bytes=bucket,
         checkpoints=CHECKPOINTS in config if checkpoints is None else checkpoints,
         ranks=ranks,
-        checks=_checks(config, source, stage, dtype),
+        checks=checks_gradients(stage, dtype, asked),
         keys=tuple(key for key, there in is_there.items() if there),
     )
 
@@ -141,9 +142,8 @@ def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: in
     return of_micro, steps
 
 
-def _checks(config: Mapping[str, Any], source: str, stage: int, dtype: str) -> bool:
+def checks_gradients(stage: int, dtype: str, asked: bool = True) -> bool:
     """Whether ZeRO 1 or 2 looks at each gradient, which in bf16 is an option; what other stages do is not measured."""
-    asked = all(_object(config, key, source).get("check_grad_overflow", True) for key in ("bf16", "bfloat16"))
     return stage in (1, 2) and (dtype == "fp16" or (dtype == "bf16" and asked))
 
 

@@ -218,10 +218,7 @@ def test_another_process_makes_the_same_batches_and_ends_with_them(data):
 
 
 FAILING = """
-import sys
-import numpy as np
 from data import PretrainingData
-from tokens import TokenizedCorpus
 
 class Damaged(PretrainingData):
     def __getitem__(self, sample):
